@@ -1,0 +1,3 @@
+from diagnosd.cli import main
+
+main()
