@@ -7,7 +7,14 @@ N ?= 5
 .PHONY: demo test check pytest bed soak bench clean
 
 demo: .venv/analysis
-	@$(V)/python -m tests.demo
+	@echo; echo '$$ diagnosd replay recordings/throttled_port       # a recording of real congestion'; echo
+	@$(V)/diagnosd replay recordings/throttled_port
+	@echo; echo '$$ diagnosd run -- python -m diagnosd.demo         # a live job of two ranks, about 20 s'; echo
+	@$(V)/diagnosd run -- $(V)/python -m diagnosd.demo
+	@echo; echo 'Next, a training script of your own, unchanged:'; echo
+	@echo '    . .venv/bin/activate'
+	@echo '    diagnosd run --record slow.lp.zst -- torchrun --nproc-per-node 2 train.py'
+	@echo '    diagnosd replay slow.lp.zst'
 
 test: .venv/test check pytest
 
