@@ -1,0 +1,489 @@
+"""What the points say, as aligned arrays over event time: ranks x steps of each job, fields x samples of each device.
+
+    trace = Trace(cluster)
+    trace.add(points)                 # in the order (time, series), as Order releases them
+    steps = trace.jobs["llama"].steps()
+    t, sent = trace.counter("n01", "net", "bytes_sent", interface="eth0")
+
+Only what WANTED names is kept of the devices, and of everything only the newest part, so that the trace of a job that
+runs for weeks is as large as that of one that ran an hour. A measurement that nobody wants costs one look-up a point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diagnosd.analysis.samples import Floats, Ints, Numbers, Samples
+from diagnosd.analysis.steps import Grid, Steps
+from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_inventory, decode_job, unite
+from diagnosd.point import Point, Series, Value
+from diagnosd.schema import SCHEMA
+
+# measurement -> its fields that evidence uses. What stands here is kept; add a row to see more.
+WANTED: Mapping[str, tuple[str, ...]] = {
+    "net": ("bytes_sent", "bytes_recv", "packets_sent", "packets_recv", "err_in", "err_out", "drop_in", "drop_out"),
+    "nstat": ("TcpRetransSegs", "TcpOutSegs", "TcpExtTCPLostRetransmit", "TcpExtTCPTimeouts", "TcpExtListenDrops"),
+    "cpu": ("usage_user", "usage_system", "usage_idle", "usage_iowait", "usage_steal"),
+    "mem": ("total", "available"),
+    "pressure": ("avg10", "total"),
+    "diskio": ("reads", "writes", "read_bytes", "write_bytes", "read_time", "write_time", "io_time"),
+    "nfsstat": ("ops", "retrans", "bytes", "rtt", "exe"),
+    "infiniband": (
+        "port_xmit_data", "port_rcv_data", "port_xmit_wait", "symbol_error", "link_downed", "port_rcv_errors",
+        "np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "out_of_sequence", "packet_seq_err",
+        "local_ack_timeout_err", "rx_pause", "tx_pause",
+    ),
+    "ethtool": (
+        *(f"{way}_prio{number}_pause" for way in ("rx", "tx") for number in range(8)),
+        "rx_global_pause", "tx_global_pause", "rx_discards_phy", "rx_out_of_buffer", "rx_pcs_symbol_err_phy",
+    ),
+    "diagnosd_link": ("state", "rate", "width", "mtu", "carrier_changes"),
+    "nvidia_smi": (
+        "utilization_gpu", "temperature_gpu", "clocks_current_sm", "power_draw", "power_limit", "pcie_link_gen_current",
+        "pcie_link_width_current", "clocks_event_reason_sw_power_cap", "clocks_event_reason_sw_thermal_slowdown",
+        "clocks_event_reason_hw_thermal_slowdown", "clocks_event_reason_hw_power_brake_slowdown",
+    ),
+    "diagnosd_gpu": (
+        "sm_active", "nvlink_tx_bytes", "nvlink_rx_bytes", "pcie_rx_bytes", "throttle_sw_power", "throttle_sw_thermal",
+        "throttle_hw_thermal", "throttle_power_brake",
+    ),
+    "diagnosd_process": (
+        "phase", "phase_seconds", "step", "group", "seq", "stack", "cpu_main", "cpu_workers", "throttled", "read_bytes",
+        "write_bytes", "rss", "involuntary_switches", "state", "gc_seconds",
+    ),
+    "diagnosd_socket": ("rtt", "cwnd", "retransmits", "bytes_sent", "bytes_received", "send_queue", "receive_queue"),
+    "diagnosd_nccl": ("version", "transport", "network", "nics", "gdr", "channels", "net_plugin"),
+    "diagnosd_clock": ("esterror", "maxerror", "synced", "source"),
+    "diagnosd_agent": ("up", "errors", "dropped"),
+    "diagnosd_switch": ("tx_bytes", "rx_bytes", "ecn_marked", "discards", "pause_rx", "pause_tx"),
+}  # fmt: skip
+
+EVENTS = 4096  # the newest; a flapping link sends a few hundred an hour
+GROUP_MEMBERS = 1 << 17  # the largest training jobs known run on 10^5 ranks; a longer range is no group
+ENDED_S = 60  # a job has ended when none of its ranks has run for so long (telemetry.md 2)
+FORGET_S = 3600  # what has sent nothing for an hour is forgotten: old jobs, devices that were renamed
+SETTLE = 20_000  # points that may wait for their columns: about 10 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A diagnosd_event; `subject` is a locus, `job` and the fields are None where absent."""
+
+    time: int
+    host: str
+    kind: str
+    subject: str
+    job: str | None
+    text: str | None
+    code: int | None
+    value: float | None
+
+
+@dataclass(slots=True)
+class RankInfo:
+    """What is known of a rank in its newest attempt. `first` and `last` (ns) bound the points that say it ran."""
+
+    rank: int
+    host: str
+    first: int
+    last: int
+    attempt: int = 0
+    world: int | None = None
+    local_rank: int | None = None
+    gpu: str | None = None  # uuid
+    state: str = "running"  # running, exited, lost
+    exit_code: int | None = None
+    container: bool | None = None
+    loader: str | None = None  # torch, dali, api, none
+    coords: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as observed: `name` is NAME:ID of telemetry.md 2."""
+
+    name: str
+    members: tuple[int, ...]
+    backend: str | None
+
+
+class Job:
+    """One job: its spec, its ranks, its groups, and the steps of its newest attempt."""
+
+    def __init__(self, name: str, origin: int) -> None:
+        self.name = name
+        self.spec = JobSpec()
+        self.state: str | None = None  # what diagnosd_job says: running, ended
+        self.ranks: dict[int, RankInfo] = {}
+        self.groups: dict[str, Group] = {}
+        self.first = self.last = 0  # ns, of all points of the job
+        self._origin = origin
+        self._grid = Grid(0, origin)
+
+    @property
+    def attempt(self) -> int:
+        return self._grid.attempt
+
+    @property
+    def world(self) -> int:
+        """Ranks of the newest attempt: as they say themselves, else as many as were seen."""
+        return max((info.world or 0 for info in self.ranks.values()), default=0) or len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(sorted({info.host for info in self.ranks.values()}))
+
+    @property
+    def duplicates(self) -> int:
+        return self._grid.duplicates
+
+    def steps(self) -> Steps:
+        """The newest attempt's steps (at most 2,000), good until the trace takes more points."""
+        return self._grid.steps()
+
+    def ended(self, now: int) -> bool:
+        """Whether it said so, or none of its ranks has run for a minute. A killed job has ended; it does not hang."""
+        if self.state == "ended":
+            return True
+        running = [info.last for info in self.ranks.values() if info.state == "running"]
+        gone = [info.last for info in self.ranks.values()]
+        return now - max(running or gone or [self.last]) > ENDED_S * 10**9
+
+    def _rise(self, attempt: int) -> None:
+        """A new incarnation: ranks, layout and step numbers begin anew."""
+        self._grid = Grid(attempt, self._origin)
+        self.ranks.clear()
+        self.groups.clear()
+        self.state = None
+
+
+class Trace:
+    """Takes points in the order of event time, keeps what evidence needs. Pure: no clock, no I/O."""
+
+    def __init__(self, cluster: ClusterSpec | None = None, wanted: Mapping[str, tuple[str, ...]] = WANTED) -> None:
+        self.cluster = cluster
+        self.declared = cluster is not None  # then diagnosd_cluster points do not change it
+        self.now = 0  # event time, ns
+        self.origin = 0  # time of the first point, ns: the zero of all times in seconds
+        self.jobs: dict[str, Job] = {}
+        self.events: deque[Event] = deque(maxlen=EVENTS)
+        self.seen: dict[str, set[str]] = {}  # measurement -> hosts that ever sent it, wanted or not
+        self.unreadable = 0  # documents that did not parse
+        self._wanted = wanted
+        self._inventories: dict[str, NodeInventory] = {}
+        self._series: dict[tuple[str, str], dict[str, Samples]] = {}  # (measurement, host) -> series key -> its samples
+        self._routes: dict[str, Callable[[Point], None]] = {}
+        self._documents: dict[tuple[str, str], str] = {}  # (measurement, subject) -> the text last parsed
+        self._unsettled = 0
+        self._swept = 0
+
+    def add(self, points: Iterable[Point]) -> None:
+        routes, count, point = self._routes, 0, None
+        for point in points:
+            route = routes.get(point.series.key)
+            if route is None:
+                route = self._open(point)
+            route(point)
+            count += 1
+        if point is not None:
+            self.now = max(self.now, point.time)
+            self._unsettled += count
+            self._tidy()
+
+    def samples(self, series: Series, name: str) -> tuple[Floats, Numbers]:
+        """Times in seconds since the origin and raw values of one field; integers stay int64, exact."""
+        kept = self._series.get((series.measurement, series.tag("host") or ""), {}).get(series.key)
+        if kept is None:
+            return np.empty(0), np.empty(0)
+        times, values = kept.numbers(name)
+        return self.seconds(times), values
+
+    def counter(self, host: str, measurement: str, name: str, **tags: str) -> tuple[Floats, Numbers]:
+        """Samples of the first series (by key) of this host that carries these tags; empty where there is none."""
+        for series in self.series_of(measurement, host, **tags):
+            return self.samples(series, name)
+        return np.empty(0), np.empty(0)
+
+    def latest(self, host: str, measurement: str, name: str, **tags: str) -> tuple[int, Value] | None:
+        """Time (ns) and value of the newest point with this field; strings too, such as a rank's phase."""
+        for series in self.series_of(measurement, host, **tags):
+            return self._series[measurement, host][series.key].latest(name)
+        return None
+
+    def series_of(self, measurement: str, host: str, **tags: str) -> list[Series]:
+        """Series of a wanted measurement on a host, in the order of their keys."""
+        found = (kept.series for kept in self._series.get((measurement, host), {}).values())
+        matching = (s for s in found if all(s.tag(tag) == value for tag, value in tags.items()))
+        return sorted(matching, key=lambda series: series.key)
+
+    def inventory(self, host: str) -> NodeInventory | None:
+        return self._inventories.get(host)
+
+    def events_of(self, *kinds: str, since: int = 0, host: str | None = None, job: str | None = None) -> list[Event]:
+        """Events of these kinds (all where none is given) from `since` (ns) on, oldest first."""
+        return [
+            e
+            for e in self.events
+            if e.time >= since
+            and (not kinds or e.kind in kinds)
+            and (host is None or e.host == host)
+            and (job is None or e.job == job)
+        ]
+
+    def seconds(self, times: Ints) -> Floats:
+        """Nanoseconds as seconds since the origin."""
+        return (times - self.origin) / 1e9
+
+    # -- where points go ---------------------------------------------------------------------------------------------
+
+    def _open(self, point: Point) -> Callable[[Point], None]:
+        """The first point of a series decides where its points go."""
+        series = point.series
+        self.origin = self.origin or point.time
+        self.seen.setdefault(series.measurement, set()).add(series.tag("host") or "")
+        route = self._routes[series.key] = self._route(series)
+        return route
+
+    def _route(self, series: Series) -> Callable[[Point], None]:
+        name = series.measurement
+        if name == "diagnosd_step":
+            return self._step_route(series)
+        if name in ("diagnosd_process", "diagnosd_rank"):
+            return self._rank_route(series)
+        route = {
+            "diagnosd_job": self._on_job,
+            "diagnosd_group": self._on_group,
+            "diagnosd_node": self._on_node,
+            "diagnosd_cluster": self._on_cluster,
+            "diagnosd_event": self._on_event,
+        }.get(name)
+        return route or (self._keep(series).append if name in self._wanted else _ignore)
+
+    def _keep(self, series: Series) -> Samples:
+        schema = SCHEMA.get(series.measurement)
+        kinds = {}
+        for name in self._wanted.get(series.measurement, ()):
+            known = schema.fields.get(name) if schema else None
+            kinds[name] = known.type if known else (schema.any_field if schema else None) or "f"
+        kept = Samples(series, kinds)
+        self._series.setdefault((series.measurement, series.tag("host") or ""), {})[series.key] = kept
+        return kept
+
+    def _job(self, name: str, time: int) -> Job:
+        job = self.jobs.get(name)
+        if job is None:
+            job = self.jobs[name] = Job(name, self.origin)
+            job.first = time
+        job.last = max(job.last, time)
+        return job
+
+    def _rank(self, job: Job, rank: int, host: str, point: Point) -> RankInfo | None:
+        """The rank as of its newest attempt; None for a point of an attempt that is over."""
+        attempt = point.fields.get("attempt")
+        if isinstance(attempt, int) and attempt != job.attempt:
+            if attempt < job.attempt:
+                return None
+            job._rise(attempt)  # noqa: SLF001  # a job and its trace are one
+        info = job.ranks.get(rank)
+        if info is None or info.host != host:
+            info = job.ranks[rank] = RankInfo(rank, host, first=point.time, last=point.time)
+        info.attempt = job.attempt
+        info.last = point.time
+        return info
+
+    def _step_route(self, series: Series) -> Callable[[Point], None]:
+        name, host, rank, source = (
+            series.tag("job"),
+            series.tag("host"),
+            _whole(series.tag("rank")),
+            series.tag("source"),
+        )
+        if name is None or host is None or rank is None:
+            return _ignore
+
+        def take(point: Point) -> None:
+            job, number = self._job(name, point.time), point.fields.get("step")
+            info = self._rank(job, rank, host, point)
+            if info is None or not isinstance(number, int):
+                return
+            duration = point.fields.get("duration")
+            if isinstance(duration, float):
+                info.first = min(info.first, point.time - int(duration * 1e9))
+            job._grid.add(rank, host, source, number, point)  # noqa: SLF001
+
+        return take
+
+    def _rank_route(self, series: Series) -> Callable[[Point], None]:
+        name, host, rank = series.tag("job"), series.tag("host"), _whole(series.tag("rank"))
+        if name is None or host is None or rank is None:
+            return _ignore
+        append = self._keep(series).append if series.measurement == "diagnosd_process" else None
+
+        def take(point: Point) -> None:
+            info = self._rank(self._job(name, point.time), rank, host, point)
+            if append is not None:
+                append(point)
+            elif info is not None:
+                _describe(info, point.fields)
+
+        return take
+
+    def _on_job(self, point: Point) -> None:
+        name, fields = point.series.tag("job"), point.fields
+        if name is None:
+            return
+        job, attempt, state = self._job(name, point.time), fields.get("attempt"), fields.get("state")
+        if isinstance(attempt, int) and attempt > job.attempt:
+            job._rise(attempt)  # noqa: SLF001
+        if isinstance(state, str) and not (isinstance(attempt, int) and attempt < job.attempt):
+            job.state = state
+        spec = self._document(point, "spec", name, decode_job)
+        if spec is not None:
+            job.spec = unite([job.spec, spec])
+            self._ranks_of_spec(job, point.time)
+
+    def _ranks_of_spec(self, job: Job, time: int) -> None:
+        """Recordings without diagnosd_rank name their ranks in the job's document."""
+        for entry in job.spec.ranks or ():
+            if entry.rank is not None and entry.host is not None:
+                info = job.ranks.setdefault(entry.rank, RankInfo(entry.rank, entry.host, time, time, job.attempt))
+                info.gpu = info.gpu or entry.gpu
+
+    def _on_group(self, point: Point) -> None:
+        name, group, fields = point.series.tag("job"), point.series.tag("group"), point.fields
+        members, backend = fields.get("members"), fields.get("backend")
+        if name is None or group is None or not isinstance(members, str):
+            return
+        ranks = ranges(members)
+        if ranks:
+            self._job(name, point.time).groups[group] = Group(
+                group, ranks, backend if isinstance(backend, str) else None
+            )
+
+    def _on_node(self, point: Point) -> None:
+        host = point.series.tag("host")
+        inventory = self._document(point, "inventory", host or "", decode_inventory)
+        if host is not None and inventory is not None:
+            self._inventories[host] = inventory
+
+    def _on_cluster(self, point: Point) -> None:
+        spec = None if self.declared else self._document(point, "spec", "", decode_cluster)
+        if spec is not None:
+            self.cluster = spec
+
+    def _on_event(self, point: Point) -> None:
+        tag, fields = point.series.tag, point.fields
+        text, code, value = fields.get("text"), fields.get("code"), fields.get("value")
+        self.events.append(
+            Event(
+                time=point.time,
+                host=tag("host") or "",
+                kind=tag("kind") or "",
+                subject=tag("subject") or "",
+                job=tag("job"),
+                text=text if isinstance(text, str) else None,
+                code=code if isinstance(code, int) else None,
+                value=float(value) if isinstance(value, (int, float)) else None,
+            )
+        )
+
+    def _document(self, point: Point, name: str, subject: str, decode: Callable[[bytes], Any]) -> Any:
+        """The parsed JSON field, None where it is absent, says nothing new, or does not parse."""
+        text, key = point.fields.get(name), (point.series.measurement, subject)
+        if not isinstance(text, str) or self._documents.get(key) == text:
+            return None
+        self._documents[key] = text
+        try:
+            return decode(text.encode())
+        except ValueError:
+            self.unreadable += 1
+            return None
+
+    # -- staying small -----------------------------------------------------------------------------------------------
+
+    def _all_samples(self) -> Iterator[Samples]:
+        for group in self._series.values():
+            yield from group.values()
+
+    def _tidy(self) -> None:
+        if self._unsettled > SETTLE:
+            self._unsettled = 0
+            for kept in self._all_samples():
+                kept.settle()
+            for job in self.jobs.values():
+                job._grid.settle()  # noqa: SLF001
+        if self.now - self._swept > FORGET_S * 10**9:
+            self._swept = self.now
+            self._forget(self.now - FORGET_S * 10**9)
+
+    def _forget(self, before: int) -> None:
+        """Drop jobs and series that have been silent since `before`, ns; one that speaks again begins anew."""
+        for name in [name for name, job in self.jobs.items() if job.last < before]:
+            del self.jobs[name]
+            self._documents.pop(("diagnosd_job", name), None)
+        for group in self._series.values():
+            for key in [key for key, kept in group.items() if kept.last < before]:
+                del group[key]
+        self._series = {key: group for key, group in self._series.items() if group}
+        self._routes.clear()
+        for kept in self._all_samples():
+            if kept.series.measurement != "diagnosd_process":
+                self._routes[kept.series.key] = kept.append
+
+
+def ranges(text: str) -> tuple[int, ...]:
+    """`0-3,8` as (0, 1, 2, 3, 8); empty where it is not such a list, or one of more than GROUP_MEMBERS."""
+    members: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= GROUP_MEMBERS:
+            return ()
+        members.extend(range(int(low), int(high or low) + 1))
+        if len(members) > GROUP_MEMBERS:
+            return ()
+    return tuple(members)
+
+
+def _ignore(point: Point) -> None:
+    """Nobody wants this measurement."""
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _describe(info: RankInfo, fields: Mapping[str, Value]) -> None:
+    for name in ("world", "local_rank", "exit_code", "gpu", "state", "container", "loader"):
+        if name in fields:
+            setattr(info, name, fields[name])
+    coords, versions, env = fields.get("coords"), fields.get("versions"), fields.get("env")
+    if isinstance(coords, str):
+        info.coords = {key: int(value) for key, value in _pairs(coords) if value.isdecimal()}
+    if isinstance(versions, str):
+        info.versions = dict(_pairs(versions))
+    if isinstance(env, str):
+        info.env = _environment(env)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    """`tp=0,dp=1` as pairs."""
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if equals:
+            yield key, value
+
+
+def _environment(text: str) -> dict[str, str]:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return {}
+    return {key: str(value) for key, value in parsed.items()} if isinstance(parsed, dict) else {}
