@@ -1,0 +1,1 @@
+"""What a training process loads: standard library only, Python 3.8 and later."""
