@@ -34,7 +34,8 @@ SOURCES = ("inferred", "log", "probe")  # the better one last: a rank's steps co
 # The numbers of diagnosd_step that are kept, in SI units; sync_enter and sync_exit as seconds since the origin.
 COLUMNS = (
     "duration", "data_wait", "h2d", "forward", "backward", "optimizer", "comm", "checkpoint", "eval", "blocked",
-    "other", "device", "device_gap", "compute", "tokens", "samples", "tokens_sq", "queue", "queue_size", "workers", "sync_bytes",
+    "other", "device", "device_gap", "compute", "tokens", "samples", "tokens_sq", "queue", "queue_size", "workers",
+    "sync_bytes",
 )  # fmt: skip
 INSTANTS = ("sync_enter", "sync_exit")
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_inventory, decode_job, unite
 
 from diagnosd.analysis.samples import Floats, Ints, Numbers, Samples
 from diagnosd.analysis.steps import Grid, Steps
-from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_inventory, decode_job, unite
 from diagnosd.point import Point, Series, Value
 from diagnosd.schema import SCHEMA
 
@@ -269,10 +269,8 @@ class Trace:
 
     def _keep(self, series: Series) -> Samples:
         schema = SCHEMA.get(series.measurement)
-        kinds = {}
-        for name in self._wanted.get(series.measurement, ()):
-            known = schema.fields.get(name) if schema else None
-            kinds[name] = known.type if known else (schema.any_field if schema else None) or "f"
+        wanted = self._wanted.get(series.measurement, ())
+        kinds = {name: (schema.type_of(name) if schema else None) or "f" for name in wanted}
         kept = Samples(series, kinds)
         self._series.setdefault((series.measurement, series.tag("host") or ""), {})[series.key] = kept
         return kept

@@ -1,0 +1,223 @@
+"""Event time: releases points in the order (time, series), once no host can be expected to send an earlier one.
+
+The watermark is the second-largest of the hosts' latest times (the largest with one host) minus the lateness, and never
+runs back. Second-largest, so that one host whose clock runs ahead does not make everybody else late. Points wait in
+buckets of 100 ms and are sorted when their bucket is due, so the effective lateness is 3.0 to 3.1 s.
+
+What is released does not depend on the order of arrival, as long as no point is later than the lateness and no host is
+kept out for its clock. How the points fall into the lists that `feed` returns does depend on it: whoever reads them
+must look at their times, not at the lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diagnosd.point import Point, Series
+
+SECOND = 10**9
+LATENESS = 3 * SECOND  # an agent flushes every second; the bus and a busy machine take the rest (design.md 3)
+WIDTH = SECOND // 10  # a bucket: short against the lateness, long enough to hold a tick's points
+CLOCK = 60 * SECOND  # NTP keeps hosts within milliseconds; a minute is no jitter but a wrong clock
+SILENT = 30 * SECOND  # 30 missed heartbeats
+# An advance counts for no more than this towards silence: when all hosts pause and one comes back first,
+# the others are not silent yet.
+STRIDE = 10 * SECOND
+FORGET = 3600 * SECOND  # hosts that left the cluster
+
+
+class _Host:
+    __slots__ = ("behind", "fits", "gaps", "jump", "latest", "moved", "name", "off", "out", "quiet", "told")
+
+    def __init__(self, name: str, time: int) -> None:
+        self.name = name
+        self.latest = time
+        self.moved = time  # latest at the previous advance
+        self.jump = 0  # a time far ahead that a second point must confirm
+        self.gaps: list[int] = []  # last times before a silence, to be told
+        self.told = 0  # the silence last told
+        self.quiet = 0  # ns that the others went on without it
+        self.off = 0  # ns that the median went on while this host was CLOCK away from it
+        self.fits = False  # has been near the median: its clock is right
+        self.out = False  # kept out for its clock
+        self.behind = False  # left behind, silent
+
+    def ahead(self, time: int) -> None:
+        """Move `latest` on. A lone time far ahead is a broken timestamp, two of them are a pause that ended."""
+        if time - self.latest > CLOCK and not self.jump:
+            self.jump = time
+            return
+        if time - self.latest > SILENT:
+            self.gaps.append(self.latest)
+        self.latest, self.jump = time, 0
+
+
+class Order:
+    """Feed it points in any order; it gives them back in order of event time, united where two are the same."""
+
+    def __init__(self, lateness: int = LATENESS) -> None:
+        self.watermark = 0  # ns
+        self.late = 0  # points that came after their time was released: dropped
+        self.duplicates = 0  # points of the same series and time: united, the later value wins
+        self.strays = 0  # points of hosts kept out, or with a time nobody else reached: dropped
+        self._lateness = lateness
+        self._floor = 0  # every bucket below it has been released
+        self._checked = 0
+        self._stride = 0
+        self._hosts: dict[str, _Host] = {}
+        self._host_of: dict[str, _Host | None] = {}  # by series key
+        self._buckets: dict[int, dict[tuple[int, str], Point]] = {}
+
+    @property
+    def kept_out(self) -> list[str]:
+        """Hosts whose clock is more than a minute from the median."""
+        return sorted(host.name for host in self._hosts.values() if host.out)
+
+    @property
+    def behind(self) -> list[str]:
+        """Hosts that have been silent for half a minute."""
+        return sorted(host.name for host in self._hosts.values() if host.behind)
+
+    def feed(self, points: Iterable[Point]) -> list[Point]:
+        """Take points as they come; the ones that are due, in order."""
+        host_of, buckets, floor = self._host_of, self._buckets, self._floor * WIDTH
+        top = self._checked
+        for point in points:
+            series, _, time = point
+            key = series.key
+            try:
+                host = host_of[key]
+            except KeyError:
+                host = self._meet(series, time)
+            if host is not None:
+                if time > host.latest:
+                    host.ahead(time)
+                if host.out:
+                    self.strays += 1
+                    continue
+            if time < floor:
+                self.late += 1
+                continue
+            top = max(time, top)
+            bucket = buckets.get(time // WIDTH)
+            if bucket is None:
+                bucket = buckets[time // WIDTH] = {}
+            at = (time, key)
+            if at in bucket:
+                point = self._unite(bucket[at], point)  # noqa: PLW2901  # the united point takes its place
+            bucket[at] = point
+        if top - self._checked < WIDTH:
+            return []
+        self._checked = top
+        return self._advance()
+
+    def finish(self) -> list[Point]:
+        """Whatever still waits, at the end of the stream."""
+        last = max((host.latest for host in self._hosts.values() if not host.out), default=None)
+        if last is None:  # no host ever spoke: a recording of jobs or diagnoses alone
+            return self._release(max(self._buckets, default=0) + 1)
+        self.watermark = max(self.watermark, last)
+        self._tell_silence()
+        released = self._release(self.watermark // WIDTH + 1)
+        self.strays += sum(len(bucket) for bucket in self._buckets.values())
+        self._buckets.clear()
+        return released
+
+    def _meet(self, series: Series, time: int) -> _Host | None:
+        name = series.tag("host")
+        host = None
+        if name is not None:
+            host = self._hosts.get(name) or self._hosts.setdefault(name, _Host(name, time))
+        self._host_of[series.key] = host
+        return host
+
+    def _unite(self, old: Point, new: Point) -> Point:
+        self.duplicates += 1
+        return Point(new.series, {**old.fields, **new.fields}, new.time)
+
+    def _advance(self) -> list[Point]:
+        self._watch_silence()
+        self._watch_clocks()
+        latest = sorted((h.latest for h in self._hosts.values() if not h.out and not h.behind), reverse=True)
+        if latest:
+            self.watermark = max(self.watermark, latest[min(1, len(latest) - 1)] - self._lateness)
+        self._tell_silence()
+        return self._release(self.watermark // WIDTH)
+
+    def _watch_silence(self) -> None:
+        """Leave behind who stood still while the others went on for SILENT; take back who moves again."""
+        went_on = sorted((h.latest - h.moved for h in self._hosts.values() if not h.out), reverse=True)
+        # With three hosts or more, one that leaps alone does not make the others look silent.
+        stride = min(went_on[1 if len(went_on) > 2 else 0], STRIDE) if went_on else 0
+        for host in self._hosts.values():
+            if host.latest > host.moved:
+                host.quiet, host.behind = 0, False
+            else:
+                host.quiet += stride
+                host.behind = host.behind or host.quiet > SILENT
+        self._stride = stride
+
+    def _watch_clocks(self) -> None:
+        """Keep out who stays a minute from the median while the median goes on."""
+        heard = [host for host in self._hosts.values() if not host.behind]
+        trusted = sorted(host.latest for host in heard if not host.out)
+        if not trusted:
+            return
+        # The lower middle: of two hosts the one behind is believed, for it holds the watermark anyway.
+        median = trusted[(len(trusted) - 1) // 2]
+        for host in heard:
+            if abs(host.latest - median) <= CLOCK:
+                host.off, host.fits, host.out = 0, True, False
+            elif self._is_moving(median):
+                host.off += self._stride
+                if host.off > self._lateness and not host.out:
+                    self._judge(host, median)
+        for host in self._hosts.values():
+            host.moved = host.latest
+
+    def _is_moving(self, median: int) -> bool:
+        return any(host.latest > host.moved and abs(host.latest - median) <= CLOCK for host in self._hosts.values())
+
+    def _judge(self, host: _Host, median: int) -> None:
+        if host.latest < median and host.fits:
+            host.behind = True  # its clock was right before: it sends what an outage kept back
+            return
+        host.out = True
+        off = (host.latest - median) / SECOND
+        self._drop_waiting(host)
+        where = "ahead of" if off > 0 else "behind"
+        text = f"the clock is {abs(off):.0f} s {where} the other hosts: its points are not used"
+        self._tell("clock", host, self.watermark, text, off)
+
+    def _drop_waiting(self, host: _Host) -> None:
+        for bucket in self._buckets.values():
+            for at in [at for at in bucket if self._host_of.get(at[1]) is host]:
+                del bucket[at]
+                self.strays += 1
+
+    def _tell_silence(self) -> None:
+        """An event half a minute after the last point of each host that the watermark has left so far behind."""
+        for host in self._hosts.values():
+            gaps, host.gaps = host.gaps, []
+            for last in (*gaps, host.latest):
+                if last + SILENT < self.watermark and last > host.told and not host.out:
+                    host.told = last
+                    self._tell("telemetry_gap", host, last + SILENT, "silent for 30 s", SILENT / SECOND)
+        for name in [h.name for h in self._hosts.values() if h.latest + FORGET < self.watermark]:
+            del self._hosts[name]
+            self._host_of = {key: host for key, host in self._host_of.items() if host is None or host.name != name}
+
+    def _tell(self, kind: str, host: _Host, time: int, text: str, value: float) -> None:
+        time = max(time, self._floor * WIDTH)
+        series = Series.of("diagnosd_event", host=host.name, kind=kind, subject=f"host:{host.name}")
+        bucket = self._buckets.setdefault(time // WIDTH, {})
+        bucket[time, series.key] = Point(series, {"text": text, "value": value}, time)
+
+    def _release(self, floor: int) -> list[Point]:
+        """The points of all buckets below `floor`, sorted."""
+        released: list[Point] = []
+        for number in sorted(number for number in self._buckets if number < floor):
+            bucket = self._buckets.pop(number)
+            released.extend([bucket[at] for at in sorted(bucket)])
+        self._floor = max(self._floor, floor)
+        return released
