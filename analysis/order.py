@@ -20,20 +20,22 @@ LATENESS = 3 * SECOND  # an agent flushes every second; the bus and a busy machi
 WIDTH = SECOND // 10  # a bucket: short against the lateness, long enough to hold a tick's points
 CLOCK = 60 * SECOND  # NTP keeps hosts within milliseconds; a minute is no jitter but a wrong clock
 SILENT = 30 * SECOND  # 30 missed heartbeats
-# An advance counts for no more than this towards silence: when all hosts pause and one comes back first,
-# the others are not silent yet.
+# An advance counts for no more than this towards silence: when all hosts pause and one comes back first, or one leaps
+# ahead alone, the others are not silent yet.
 STRIDE = 10 * SECOND
+MOVES_PER_LOOK = 8
 FORGET = 3600 * SECOND  # hosts that left the cluster
 
 
 class _Host:
-    __slots__ = ("behind", "fits", "gaps", "jump", "latest", "moved", "name", "off", "out", "quiet", "told")
+    __slots__ = ("behind", "bucket", "fits", "gaps", "latest", "leap", "moved", "name", "off", "out", "quiet", "told")
 
     def __init__(self, name: str, time: int) -> None:
         self.name = name
         self.latest = time
         self.moved = time  # latest at the previous advance
-        self.jump = 0  # a time far ahead that a second point must confirm
+        self.bucket = -1
+        self.leap = 0  # a time far ahead that a second point must confirm
         self.gaps: list[int] = []  # last times before a silence, to be told
         self.told = 0  # the silence last told
         self.quiet = 0  # ns that the others went on without it
@@ -42,14 +44,18 @@ class _Host:
         self.out = False  # kept out for its clock
         self.behind = False  # left behind, silent
 
-    def ahead(self, time: int) -> None:
-        """Move `latest` on. A lone time far ahead is a broken timestamp, two of them are a pause that ended."""
-        if time - self.latest > CLOCK and not self.jump:
-            self.jump = time
-            return
+    def enters(self, bucket: int, time: int) -> bool:
+        """Whether `latest` may move on to this time, which lies in a bucket that this host reaches first.
+
+        A lone time far ahead is a broken timestamp; two of them are a pause that ended.
+        """
+        if time - self.latest > CLOCK and not self.leap:
+            self.leap = time
+            return False
         if time - self.latest > SILENT:
             self.gaps.append(self.latest)
-        self.latest, self.jump = time, 0
+        self.bucket, self.leap = bucket, 0
+        return True
 
 
 class Order:
@@ -62,10 +68,10 @@ class Order:
         self.strays = 0  # points of hosts kept out, or with a time nobody else reached: dropped
         self._lateness = lateness
         self._floor = 0  # every bucket below it has been released
-        self._checked = 0
-        self._stride = 0
+        self._moves = 0  # hosts that reached a new bucket since the last advance
+        self._top = self._median = 0  # at the last advance
         self._hosts: dict[str, _Host] = {}
-        self._host_of: dict[str, _Host | None] = {}  # by series key
+        self._host_of: dict[Series, _Host | None] = {}
         self._buckets: dict[int, dict[tuple[int, str], Point]] = {}
 
     @property
@@ -80,35 +86,39 @@ class Order:
 
     def feed(self, points: Iterable[Point]) -> list[Point]:
         """Take points as they come; the ones that are due, in order."""
-        host_of, buckets, floor = self._host_of, self._buckets, self._floor * WIDTH
-        top = self._checked
+        host_of, buckets, floor = self._host_of, self._buckets, self._floor
         for point in points:
             series, _, time = point
-            key = series.key
+            number = time // WIDTH
             try:
-                host = host_of[key]
+                host = host_of[series]
             except KeyError:
                 host = self._meet(series, time)
             if host is not None:
-                if time > host.latest:
-                    host.ahead(time)
                 if host.out:
+                    host.latest = time
                     self.strays += 1
                     continue
-            if time < floor:
+                if time > host.latest or number > host.bucket:
+                    if number <= host.bucket:
+                        host.latest = time
+                    elif host.enters(number, time):
+                        host.latest = time
+                        self._moves += 1
+            if number < floor:
                 self.late += 1
                 continue
-            top = max(time, top)
-            bucket = buckets.get(time // WIDTH)
+            bucket = buckets.get(number)
             if bucket is None:
-                bucket = buckets[time // WIDTH] = {}
-            at = (time, key)
+                bucket = buckets[number] = {}
+            at = (time, series.key)
             if at in bucket:
                 point = self._unite(bucket[at], point)  # noqa: PLW2901  # the united point takes its place
             bucket[at] = point
-        if top - self._checked < WIDTH:
+        # With many hosts, looking at all of them for each one's message would cost more than the points.
+        if self._moves * MOVES_PER_LOOK < len(self._hosts) or not self._moves:
             return []
-        self._checked = top
+        self._moves = 0
         return self._advance()
 
     def finish(self) -> list[Point]:
@@ -128,7 +138,7 @@ class Order:
         host = None
         if name is not None:
             host = self._hosts.get(name) or self._hosts.setdefault(name, _Host(name, time))
-        self._host_of[series.key] = host
+        self._host_of[series] = host
         return host
 
     def _unite(self, old: Point, new: Point) -> Point:
@@ -146,16 +156,15 @@ class Order:
 
     def _watch_silence(self) -> None:
         """Leave behind who stood still while the others went on for SILENT; take back who moves again."""
-        went_on = sorted((h.latest - h.moved for h in self._hosts.values() if not h.out), reverse=True)
-        # With three hosts or more, one that leaps alone does not make the others look silent.
-        stride = min(went_on[1 if len(went_on) > 2 else 0], STRIDE) if went_on else 0
+        top = max((host.latest for host in self._hosts.values() if not host.out), default=self._top)
+        stride = max(0, min(top - self._top, STRIDE))
+        self._top = top
         for host in self._hosts.values():
             if host.latest > host.moved:
-                host.quiet, host.behind = 0, False
+                host.moved, host.quiet, host.behind = host.latest, 0, False
             else:
                 host.quiet += stride
                 host.behind = host.behind or host.quiet > SILENT
-        self._stride = stride
 
     def _watch_clocks(self) -> None:
         """Keep out who stays a minute from the median while the median goes on."""
@@ -165,18 +174,15 @@ class Order:
             return
         # The lower middle: of two hosts the one behind is believed, for it holds the watermark anyway.
         median = trusted[(len(trusted) - 1) // 2]
+        stride = max(0, min(median - self._median, STRIDE))
+        self._median = median
         for host in heard:
             if abs(host.latest - median) <= CLOCK:
                 host.off, host.fits, host.out = 0, True, False
-            elif self._is_moving(median):
-                host.off += self._stride
-                if host.off > self._lateness and not host.out:
-                    self._judge(host, median)
-        for host in self._hosts.values():
-            host.moved = host.latest
-
-    def _is_moving(self, median: int) -> bool:
-        return any(host.latest > host.moved and abs(host.latest - median) <= CLOCK for host in self._hosts.values())
+                continue
+            host.off += stride
+            if host.off > self._lateness and not host.out:
+                self._judge(host, median)
 
     def _judge(self, host: _Host, median: int) -> None:
         if host.latest < median and host.fits:
@@ -191,7 +197,7 @@ class Order:
 
     def _drop_waiting(self, host: _Host) -> None:
         for bucket in self._buckets.values():
-            for at in [at for at in bucket if self._host_of.get(at[1]) is host]:
+            for at in [at for at, point in bucket.items() if self._host_of.get(point.series) is host]:
                 del bucket[at]
                 self.strays += 1
 

@@ -63,20 +63,21 @@ def increments(
     width only if it then grew no faster; without a limit it was reset. Unsigned 64-bit counters are sent modulo 2^63
     and wrap there. `saturates`: it stops at its largest value, as InfiniBand's error counters do.
     """
-    seconds = np.diff(times)
-    grown = np.diff(values)
+    seconds, grown = np.diff(times), np.diff(values).astype(np.float64)
     known = (seconds > 0) & (seconds <= HOLD_SECONDS) & (values[:-1] >= 0) & (values[1:] >= 0)
-    back = grown < 0
     if limit is not None and values.dtype == np.int64:
-        wrapped = grown & ((1 << min(bits, 63)) - 1)
-        fits = values[:-1] >> min(bits, 63) == 0
-        possible = back & fits & (wrapped <= POSSIBLE * limit * seconds)
-        grown = np.where(possible, wrapped, grown)
-        back = back & ~possible
-    known &= ~back
+        wrapped = _wrapped(values.astype(np.int64, copy=False), min(bits, 63))
+        grown = np.where((grown < 0) & (wrapped <= POSSIBLE * limit * seconds), wrapped, grown)
+    known &= grown >= 0
     if saturates:
         known &= values[1:] < (1 << min(bits, 63)) - 1
-    return Increments(times[:-1][known], times[1:][known], grown[known].astype(np.float64))
+    return Increments(times[:-1][known], times[1:][known], grown[known])
+
+
+def _wrapped(values: npt.NDArray[np.int64], bits: int) -> Floats:
+    """The growth between samples of a counter that begins again at 2^bits; infinite where it was above that already."""
+    grown = np.diff(values) & ((1 << bits) - 1)
+    return np.where(values[:-1] >> bits == 0, grown.astype(np.float64), np.inf)
 
 
 def value_at(times: Floats, values: npt.NDArray[np.generic], at: float, hold: float = HOLD_SECONDS) -> float:

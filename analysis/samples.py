@@ -7,6 +7,7 @@ exact (int64), so that differences of counters near 2^63 are exact too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,6 @@ Numbers = Ints | Floats
 KEEP = 1024
 FIRST = 64
 ABSENT = np.iinfo(np.int64).min  # no counter sends it: telemetry.md 1 sends unsigned values modulo 2^63
-
-_FILL: dict[str, int | float] = {"i": ABSENT, "f": np.nan, "b": np.nan}
 
 
 class Samples:
@@ -99,7 +98,8 @@ class Samples:
                 return
             column = self._columns[field] = self._blank(kind)
         try:
-            column[rows] = [ABSENT if v is None else v for v in values] if kind == "i" else values
+            filled: Any = [ABSENT if v is None else v for v in values] if kind == "i" else values
+            column[rows] = filled
         except (TypeError, ValueError, OverflowError):
             column[rows] = list(self._numbers_only(values, kind))
 
@@ -110,10 +110,12 @@ class Samples:
                 yield value
             else:
                 self.wrong += value is not None
-                yield _FILL[kind]
+                yield ABSENT if kind == "i" else np.nan
 
     def _blank(self, kind: str) -> Numbers:
-        return np.full(len(self._times), _FILL[kind], np.int64 if kind == "i" else np.float64)
+        if kind == "i":
+            return np.full(len(self._times), ABSENT, np.int64)
+        return np.full(len(self._times), np.nan)
 
     def _room(self, count: int) -> None:
         """Make room for `count` more rows: grow up to twice KEEP, then move the kept rows to the front."""

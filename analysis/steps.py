@@ -81,8 +81,7 @@ class Steps:
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
         """[S] whether every rank has sent this step."""
-        complete: npt.NDArray[np.bool_] = (self.end > 0).all(axis=1)
-        return complete
+        return np.asarray((self.end > 0).all(axis=1))
 
 
 class _Arrival(NamedTuple):

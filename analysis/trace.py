@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_inventory, decode_job, unite
 
 from diagnosd.analysis.samples import Floats, Ints, Numbers, Samples
 from diagnosd.analysis.steps import Grid, Steps
+from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_job, decode_node, unite
 from diagnosd.point import Point, Series, Value
 from diagnosd.schema import SCHEMA
 
@@ -298,14 +298,10 @@ class Trace:
         return info
 
     def _step_route(self, series: Series) -> Callable[[Point], None]:
-        name, host, rank, source = (
-            series.tag("job"),
-            series.tag("host"),
-            _whole(series.tag("rank")),
-            series.tag("source"),
-        )
-        if name is None or host is None or rank is None:
+        who, source = _who(series), series.tag("source") or ""
+        if who is None:
             return _ignore
+        name, host, rank = who
 
         def take(point: Point) -> None:
             job, number = self._job(name, point.time), point.fields.get("step")
@@ -320,9 +316,10 @@ class Trace:
         return take
 
     def _rank_route(self, series: Series) -> Callable[[Point], None]:
-        name, host, rank = series.tag("job"), series.tag("host"), _whole(series.tag("rank"))
-        if name is None or host is None or rank is None:
+        who = _who(series)
+        if who is None:
             return _ignore
+        name, host, rank = who
         append = self._keep(series).append if series.measurement == "diagnosd_process" else None
 
         def take(point: Point) -> None:
@@ -345,13 +342,13 @@ class Trace:
             job.state = state
         spec = self._document(point, "spec", name, decode_job)
         if spec is not None:
-            job.spec = unite([job.spec, spec])
+            job.spec = unite([(0, job.spec), (1, spec)])  # points come in the order of time
             self._ranks_of_spec(job, point.time)
 
     def _ranks_of_spec(self, job: Job, time: int) -> None:
         """Recordings without diagnosd_rank name their ranks in the job's document."""
         for entry in job.spec.ranks or ():
-            if entry.rank is not None and entry.host is not None:
+            if entry.host is not None:
                 info = job.ranks.setdefault(entry.rank, RankInfo(entry.rank, entry.host, time, time, job.attempt))
                 info.gpu = info.gpu or entry.gpu
 
@@ -368,7 +365,7 @@ class Trace:
 
     def _on_node(self, point: Point) -> None:
         host = point.series.tag("host")
-        inventory = self._document(point, "inventory", host or "", decode_inventory)
+        inventory = self._document(point, "inventory", host or "", decode_node)
         if host is not None and inventory is not None:
             self._inventories[host] = inventory
 
@@ -454,8 +451,10 @@ def _ignore(point: Point) -> None:
     """Nobody wants this measurement."""
 
 
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+def _who(series: Series) -> tuple[str, str, int] | None:
+    """Job, host and rank."""
+    job, host, rank = series.tag("job"), series.tag("host"), series.tag("rank") or ""
+    return (job, host, int(rank)) if job and host and rank.isdecimal() else None
 
 
 def _describe(info: RankInfo, fields: Mapping[str, Value]) -> None:

@@ -1,0 +1,208 @@
+"""Every GPU-nanosecond of a job in exactly one class (telemetry.md 7), in integers, so that the classes add up exactly.
+
+A rank holds its GPU (or, without one, what counts as one) from the first point that says it exists to the last one.
+Until the start of its first step that is `init`; between steps and after the last one nobody saw what it did:
+`unobserved`; from the end of one attempt to the first sign of the next, `restart`. A step divides into what it says
+itself: `checkpoint`, `eval`, exposed communication, and the rest.
+
+Diagnoses then claim what they cost out of these, in the order that DRAWS gives. What they claim beyond what was there
+makes `unexplained` negative: it shows, it is not hidden. What is left of communication and the rest is called
+`communication_by_design` and `other_by_design`, because no diagnosis speaks against it. Without a performance model
+nobody knows which part of it was model FLOPs at peak: `useful` and `kernel_inefficiency` stay 0 rather than guessed,
+and so does `rolled_back`, for which the steps since the last checkpoint would have to be known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diagnosd.analysis.steps import SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from diagnosd.point import Point, Series
+
+CAUSES = (
+    "network_congestion", "data_starvation", "topology_misconfiguration", "link_fault", "straggler", "throttling",
+    "workload_imbalance", "checkpoint_stall", "host_stall", "hang",
+)  # fmt: skip
+CLASSES = (
+    "useful", "kernel_inefficiency", "communication_by_design", "bubble", "imbalance_by_design", "other_by_design",
+    *CAUSES, "init", "restart", "rolled_back", "checkpoint", "eval", "unexplained", "unobserved",
+)  # fmt: skip
+
+_COMM, _OTHER = "communication_by_design", "other_by_design"
+# Where the time a cause costs was booked before: what hits all ranks alike shows where it happens, what hits one shows
+# as the waiting of the others, in their communication.
+DRAWS: Mapping[str, tuple[str, ...]] = {
+    "network_congestion": (_COMM, _OTHER),
+    "topology_misconfiguration": (_COMM, _OTHER),
+    "link_fault": (_COMM, _OTHER),
+    "straggler": (_COMM, _OTHER),
+    "throttling": (_OTHER, _COMM),
+    "workload_imbalance": (_COMM, _OTHER),
+    "data_starvation": (_OTHER, _COMM),
+    "host_stall": (_OTHER, _COMM),
+    "checkpoint_stall": ("checkpoint", _OTHER, _COMM),
+    "hang": ("unobserved", _COMM, _OTHER),
+    "unexplained": (_OTHER, _COMM),
+}
+
+_WHOLE_STEP = {"eval": "eval", "checkpoint": "checkpoint", "compile": "init"}  # by the step's kind
+
+
+class _Rank:
+    """One rank's account: `since` to `seen` is its time, of which what lies before `until` is booked."""
+
+    __slots__ = ("attempt", "exited", "seen", "since", "source", "stepped", "steps", "until")
+
+    def __init__(self, time: int) -> None:
+        self.since = self.until = self.seen = time
+        self.attempt = 0
+        self.source = 0
+        self.steps = 0
+        self.stepped = False  # in this attempt
+        self.exited = False
+
+
+class _Account:
+    """One job's account."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, _Rank] = {}
+        self.booked = dict.fromkeys(CLASSES, 0)
+        self.claims: Mapping[str, int] = {}
+
+    @property
+    def gpu_ns(self) -> int:
+        return sum(rank.seen - rank.since for rank in self.ranks.values())
+
+    def classes(self) -> dict[str, int]:
+        classes = dict(self.booked)
+        for rank in self.ranks.values():
+            classes["unobserved" if rank.stepped else "init"] += rank.seen - rank.until
+        for cause in sorted(self.claims):
+            _draw(classes, "unexplained" if cause == "unknown" else cause, self.claims[cause])
+        return classes
+
+
+class Ledger:
+    """Takes points in the order of event time, and what the diagnoses cost; gives each job's sums."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._routes: dict[Series, tuple[_Account, str] | None] = {}
+
+    @property
+    def jobs(self) -> list[str]:
+        return sorted(self._accounts)
+
+    def add(self, points: Iterable[Point]) -> None:
+        routes = self._routes
+        for point in points:
+            try:
+                route = routes[point.series]
+            except KeyError:
+                route = self._open(point.series)
+            if route is not None:
+                _book(*route, point)
+
+    def claim(self, job: str, claims: Mapping[str, int]) -> None:
+        """What the diagnoses of this job cost so far, GPU-ns by cause; replaces what was claimed before."""
+        if job in self._accounts:
+            self._accounts[job].claims = {cause: ns for cause, ns in claims.items() if cause in _CLAIMABLE}
+
+    def steps(self, job: str) -> int:
+        """Steps of the rank that made most."""
+        return max((rank.steps for rank in self._accounts[job].ranks.values()), default=0)
+
+    def gpu_ns(self, job: str) -> int:
+        return self._accounts[job].gpu_ns
+
+    def classes(self, job: str) -> dict[str, int]:
+        """GPU-ns of each class; they sum to gpu_ns exactly, and only `unexplained` may be negative."""
+        return self._accounts[job].classes()
+
+    def _open(self, series: Series) -> tuple[_Account, str] | None:
+        job, rank, route = series.tag("job"), series.tag("rank"), None
+        if series.measurement in ("diagnosd_step", "diagnosd_rank", "diagnosd_process") and job and rank:
+            route = (self._accounts.setdefault(job, _Account()), rank)
+        self._routes[series] = route
+        return route
+
+
+_CLAIMABLE = {*CAUSES, "unknown"}  # communication_bound is by design: it claims nothing
+
+
+def _draw(classes: dict[str, int], cause: str, claimed: int) -> None:
+    """Move `claimed` ns to the cause from where they were booked."""
+    left = max(0, claimed)
+    for source in DRAWS[cause]:
+        part = min(left, classes[source])
+        classes[source] -= part
+        classes[cause] += part
+        left -= part
+    classes[cause] += left
+    classes["unexplained"] -= left
+
+
+def _book(account: _Account, name: str, point: Point) -> None:
+    series, fields, time = point
+    rank = account.ranks.get(name)
+    step = series.measurement == "diagnosd_step"
+    duration = fields.get("duration") if step else None
+    start = time - int(duration * 1e9) if isinstance(duration, float) and 0 <= duration < 1e9 else time
+    if rank is None:
+        rank = account.ranks[name] = _Rank(start)
+    attempt = fields.get("attempt")
+    if isinstance(attempt, int) and attempt != rank.attempt:
+        if attempt < rank.attempt:
+            return
+        _begin_attempt(account, rank, attempt, start)
+    if fields.get("state") == "exited" and series.measurement == "diagnosd_rank":
+        rank.seen = rank.seen if rank.exited else max(rank.seen, time)
+        rank.exited = True
+    elif not rank.exited:
+        rank.seen = max(rank.seen, time)
+        if step:
+            _book_step(account, rank, point, start)
+
+
+def _begin_attempt(account: _Account, rank: _Rank, attempt: int, time: int) -> None:
+    """Close the attempt that is over; the time until the first sign of the next one went into the restart."""
+    first = not rank.attempt and not rank.stepped and not rank.exited
+    rank.attempt = attempt
+    if first:  # the rank was seen before its attempt was told
+        return
+    account.booked["unobserved" if rank.stepped else "init"] += rank.seen - rank.until
+    account.booked["restart"] += max(0, time - rank.seen)
+    rank.until = rank.seen = max(time, rank.seen)
+    rank.stepped = rank.exited = False
+    rank.source = 0
+
+
+def _book_step(account: _Account, rank: _Rank, point: Point, start: int) -> None:
+    series, fields, end = point
+    source = series.tag("source")
+    quality = SOURCES.index(source) if source in SOURCES else 0
+    if quality < rank.source or end <= rank.until:
+        return
+    booked = account.booked
+    if start > rank.until:
+        booked["unobserved" if rank.stepped else "init"] += start - rank.until
+        rank.until = start
+    left = end - rank.until
+    kind = fields.get("kind")
+    if kind in _WHOLE_STEP:
+        booked[_WHOLE_STEP[kind]] += left
+        left = 0
+    for name, target in (("checkpoint", "checkpoint"), ("eval", "eval"), ("comm", _COMM)):
+        seconds = fields.get(name)
+        if isinstance(seconds, float) and seconds > 0:
+            part = min(left, int(seconds * 1e9))
+            booked[target] += part
+            left -= part
+    booked[_OTHER] += left
+    rank.until, rank.source, rank.stepped = end, quality, True
+    rank.steps += 1
