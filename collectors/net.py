@@ -1,0 +1,65 @@
+"""Bytes, packets, errors and drops of each network interface in our network namespace: /proc/net/dev."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diagnosd.collectors.kernel import KernelFile, RollCall, counter
+from diagnosd.point import Point, point
+
+# column of /proc/net/dev -> Telegraf's name
+COLUMNS = (
+    (0, "bytes_recv"),
+    (1, "packets_recv"),
+    (2, "err_in"),
+    (3, "drop_in"),
+    (8, "bytes_sent"),
+    (9, "packets_sent"),
+    (10, "err_out"),
+    (11, "drop_out"),
+)
+# One a container, hundreds on some nodes; their bytes pass a port of the host and are counted there.
+CONTAINER_ENDS = ("veth", "cali", "lxc")
+
+
+def watched(interface: str) -> bool:
+    return interface != "lo" and not interface.startswith(CONTAINER_ENDS)
+
+
+class Net:
+    name = "net"
+    every = 1
+
+    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
+        self._host = host
+        self._dev = KernelFile(proc / "net/dev")
+        self._roll = RollCall()
+
+    @property
+    def errors(self) -> int:
+        return self._dev.errors
+
+    def read(self, now_ns: int) -> list[Point]:
+        text = self._dev.read()
+        if text is None:
+            return []
+        rows = dict(self._rows(text))
+        points = [
+            point("net", {"host": self._host, "interface": interface}, fields, now_ns)
+            for interface, fields in rows.items()
+        ]
+        return points + [self._gone(interface, now_ns) for interface in self._roll.gone(rows)]
+
+    @staticmethod
+    def _rows(text: str) -> list[tuple[str, dict[str, int]]]:
+        rows = []
+        for line in text.splitlines()[2:]:
+            interface, _, counts = line.rpartition(":")  # an alias is called eth0:1
+            columns = counts.split()
+            if watched(interface := interface.strip()):
+                rows.append((interface, {name: counter(columns[column]) for column, name in COLUMNS}))
+        return rows
+
+    def _gone(self, interface: str, now_ns: int) -> Point:
+        tags = {"host": self._host, "kind": "link_down", "subject": f"nic:{self._host}/{interface}"}
+        return point("diagnosd_event", tags, {"text": f"{interface} is gone"}, now_ns)

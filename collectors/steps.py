@@ -1,0 +1,327 @@
+"""What the ranks of this node tell: the receiving end of the probe's socket.
+
+Anybody on the node may connect, and nobody is believed. The kernel says who speaks (SO_PEERCRED) and when the process
+is gone (a pidfd); `host`, `job`, `rank` and `attempt` are set here; a message is as long as the format allows, names
+only what the contract knows, and comes no faster than RATE. What does not fit is dropped and counted, and never raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diagnosd.collectors.ranks import Rank, Ranks, RefusedError
+from diagnosd.documents import decode_job
+from diagnosd.point import Point, Series, Value, point
+from diagnosd.probe.message import LIMIT, Hello, Message, parse
+from diagnosd.schema import SCHEMA
+
+log = logging.getLogger("diagnosd.steps")
+
+# Messages per second of one connection, and as many at once after a pause: twice what steps of 1 ms make, the shortest
+# that anybody trains. What comes faster waits in the kernel's queue, where the sender sees it; at about 30 us a message
+# a flooding sender costs 6 % of a core.
+RATE = 2000.0
+# The kernel queues about 160 messages of 600 bytes a connection: at 1,000 steps a second it is full after 160 ms.
+# Looking 50 times a second leaves it mostly empty, and costs nothing while nobody speaks: the wait is for the socket.
+PAUSE_S = 0.02
+CONNECTIONS, CONNECTIONS_OF_A_USER = 400, 256  # below the usual 1,024 files, with a pidfd each; one user leaves room
+SERIES = 1024  # of one connection: a rank talks to a few peers and groups, and tags must stay bounded
+HELD = 200_000  # points that wait for the next read: eight ranks at RATE for 12 s
+PAST_S, FUTURE_S = 3600.0, 1.0  # a probe on this machine reads the clock that we read, and keeps few messages
+SOCKET_PATH = 107  # sun_path of <sys/un.h>, less its closing zero
+KINDS = frozenset(  # telemetry.md 4
+    {
+        *("xid", "sxid", "gpu_lost", "link_down", "link_up", "aer", "oom", "nccl_warn", "nccl_timeout", "driver"),
+        *("clock", "thermal", "checkpoint_begin", "checkpoint_end", "eval_begin", "eval_end", "job_start", "job_end"),
+        *("restart", "config_change", "telemetry_gap"),
+    }
+)
+_FITS: dict[str, tuple[type, ...]] = {"i": (int,), "f": (float, int), "s": (str,), "b": (bool,)}
+_CREDENTIALS = struct.Struct("3i")
+
+
+def fitting(measurement: str, fields: dict[str, Value]) -> dict[str, Value]:
+    """The fields that the contract knows, with its types; the rest is left out."""
+    known = SCHEMA[measurement].fields
+    return {
+        name: value
+        for name, value in fields.items()
+        if name in known and type(value) in _FITS[known[name].type] and (type(value) is not str or _sayable(value))
+    }
+
+
+def _sayable(text: object) -> bool:
+    """JSON can escape half a surrogate pair; UTF-8 has no bytes for it."""
+    try:
+        str(text).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One connection, and what the kernel says of the process behind it."""
+
+    sock: socket.socket
+    pid: int
+    uid: int
+    rank: Rank | None = None
+    allowance: float = RATE
+    filled: float = 0.0
+    series: set[Series] = field(default_factory=set)
+    complained: bool = False
+
+    def may_speak(self, now: float) -> bool:
+        self.allowance = min(RATE, self.allowance + (now - self.filled) * RATE)
+        self.filled = now
+        if self.allowance < 1.0:
+            return False
+        self.allowance -= 1.0
+        return True
+
+
+class Steps:
+    """Drained by its own thread; `read` takes what has come, and never waits for a sender."""
+
+    name = "steps"
+    every = 1
+
+    def __init__(self, host: str, path: Path) -> None:
+        self.errors = 0  # messages that are none
+        self.dropped = 0  # lost on the way, another user's, too many
+        self.path = path
+        self._host = host
+        self._ranks = Ranks(host)
+        self._peers: set[Peer] = set()
+        self._points: list[Point] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._listener = _listen(path)
+        self._identity = _identity(path)
+        self._watch(self._woken.fileno(), lambda: None)
+        self._watch(self._listener.fileno(), self._accept)
+        self._thread = threading.Thread(target=self._drain, name="steps", daemon=True)
+        self._thread.start()
+
+    def read(self, now_ns: int) -> list[Point]:
+        with self._lock:
+            points, self._points = self._points, []
+            return points + self._ranks.points(now_ns, time.monotonic())
+
+    def close(self) -> None:
+        """No more connections and messages; what has come may still be read."""
+        self._closing.set()
+        self._wake.send(b".")
+        self._thread.join()
+        if _identity(self.path) == self._identity:
+            self.path.unlink(missing_ok=True)
+
+    def _watch(self, fd: int, react: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, react)
+
+    def _drain(self) -> None:
+        while not self._closing.is_set():
+            ready = self._selector.select()
+            with self._lock:
+                for key, _ in ready:
+                    if self._selector.get_map().get(key.fd) is key:  # an earlier one may have closed it
+                        key.data()
+            self._closing.wait(PAUSE_S)
+        with self._lock:
+            for peer in list(self._peers):
+                self._receive(peer)
+                peer.sock.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # out of files: those that wait are accepted when others have left
+                return
+            sock.setblocking(False)
+            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            of_user = sum(peer.uid == uid for peer in self._peers)
+            if len(self._peers) >= CONNECTIONS or of_user >= CONNECTIONS_OF_A_USER:
+                self.dropped += 1
+                sock.close()
+                continue
+            peer = Peer(sock, pid, uid, filled=time.monotonic())
+            self._peers.add(peer)
+            self._watch(sock.fileno(), lambda peer=peer: self._receive(peer))  # type: ignore[misc]
+
+    def _receive(self, peer: Peer) -> None:
+        """Everything that has come on one connection, as far as its rate allows."""
+        while peer.may_speak(now := time.monotonic()):
+            try:
+                raw = peer.sock.recv(LIMIT + 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                raw = b""
+            if not raw:
+                self._hang_up(peer, now)
+                return
+            self._take(peer, raw, now)
+
+    def _hang_up(self, peer: Peer, now: float) -> None:
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        self._peers.discard(peer)
+        if peer.rank:
+            self._ranks.disconnected(peer.rank, now)
+
+    def _take(self, peer: Peer, raw: bytes, now: float) -> None:
+        try:
+            packet = parse(raw)
+            if isinstance(packet, Hello):
+                self._introduce(peer, packet, now)
+            if peer.rank is None:
+                raise RefusedError("it has not said which rank it is")
+            self.dropped += peer.rank.missed(packet)
+            if isinstance(packet, Message):
+                self._say(peer, peer.rank, packet)
+        except RefusedError as refusal:
+            self.dropped += 1
+            self._complain(peer, str(refusal))
+        except ValueError as error:
+            self.errors += 1
+            self._complain(peer, str(error))
+
+    @staticmethod
+    def _complain(peer: Peer, reason: str) -> None:
+        """Once a connection: whoever sends nonsense sends more of it."""
+        if not peer.complained:
+            peer.complained = True
+            log.warning("a message of pid %d, uid %d was refused: %s", peer.pid, peer.uid, reason)
+
+    def _introduce(self, peer: Peer, hello: Hello, now: float) -> None:
+        if peer.rank and (peer.rank.job, peer.rank.number) != (hello.job, hello.rank):
+            raise RefusedError(f"{peer.rank} cannot become rank {hello.rank} of {hello.job}")
+        Series.of("diagnosd_rank", job=hello.job)  # ValueError where line protocol cannot say the name
+        fields = fitting("diagnosd_rank", hello.fields)
+        self.errors += len(hello.fields) - len(fields)
+        fields.pop("state", None)  # what a rank is, is seen from outside
+        rank = self._ranks.hello(hello._replace(fields=fields), peer.uid, peer.pid, now)
+        if rank is not peer.rank:
+            if peer.rank:
+                self._ranks.disconnected(peer.rank, now)
+            peer.rank = rank
+            rank.connections += 1
+            self._watch_process(rank, peer.pid)
+
+    def _watch_process(self, rank: Rank, pid: int) -> None:
+        """A pidfd tells at once when the process is gone, also while its forked workers hold the connection open."""
+        if rank.watched or not pid:  # 0: a process of a pid namespace that is not ours
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it is gone already, or the kernel is older than 5.3: the end of the connection must do
+            return
+        rank.watched = True
+        self._watch(pidfd, lambda: self._process_gone(rank, pidfd))
+
+    def _process_gone(self, rank: Rank, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        for peer in [peer for peer in self._peers if peer.rank is rank]:
+            self._receive(peer)  # its last words
+            if peer in self._peers:
+                self._hang_up(peer, time.monotonic())
+        self._ranks.exited(rank, time.monotonic())
+
+    def _say(self, peer: Peer, rank: Rank, message: Message) -> None:
+        """The point that a rank tells. One odd field never removes the others."""
+        made = self._point(rank, message)
+        if made.series not in peer.series:
+            if len(peer.series) >= SERIES:
+                raise RefusedError(f"{rank} has sent more than {SERIES} series")
+            peer.series.add(made.series)
+        if len(self._points) >= HELD:
+            raise RefusedError(f"{HELD} points wait to be read")
+        self._points.append(made)
+
+    def _point(self, rank: Rank, message: Message) -> Point:
+        known = SCHEMA[message.measurement]
+        identity = {"job": rank.job, "host": self._host, "rank": str(rank.number)}
+        if unknown := message.tags.keys() - {*known.tags, *known.optional_tags}:
+            raise ValueError(f"{message.measurement} has no tag {min(unknown)}")
+        tags = message.tags | {tag: identity[tag] for tag in (*known.tags, *known.optional_tags) if tag in identity}
+        fields = fitting(message.measurement, message.fields)
+        self.errors += len(message.fields) - len(fields)
+        if not fields:
+            raise ValueError(f"{message.measurement} has none of these fields: {', '.join(message.fields)}"[:200])
+        self._plausible(message)
+        if "attempt" in known.fields:
+            fields["attempt"] = rank.attempt
+        return point(message.measurement, tags, fields, message.time)
+
+    @staticmethod
+    def _plausible(message: Message) -> None:
+        ahead = (message.time - time.time_ns()) / 1e9
+        if not -PAST_S <= ahead <= FUTURE_S:
+            raise ValueError(f"its time is {ahead:.1f} s from now")
+        if message.measurement == "diagnosd_event" and message.tags.get("kind") not in KINDS:
+            raise ValueError(f"no kind of event: {message.tags.get('kind')}")
+        if message.measurement == "diagnosd_job":
+            if set(message.fields) != {"spec"}:
+                raise ValueError("a rank says of its job only the spec")
+            decode_job(str(message.fields["spec"]))
+
+
+def _listen(path: Path) -> socket.socket:
+    """OSError says what stands in the way."""
+    if len(os.fsencode(path)) > SOCKET_PATH:
+        raise OSError(f"{path}: a socket's path has at most {SOCKET_PATH} bytes")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(os.fspath(path))
+        path.chmod(0o666)  # the ranks are other users' processes
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """What an agent that was killed left behind."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(f"{path} is there and is no socket; name another path with --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
+        knock.setblocking(False)
+        if knock.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:
+            raise OSError(f"another program listens on {path}; name another path with --socket")
+    path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
