@@ -17,6 +17,7 @@ ENDED_S = 60.0  # a job none of whose ranks has run for so long has ended (telem
 # A probe that lost its connection comes back with its next message, within a step. One that stays away from a living
 # process has switched itself off: what the rank does is unknown from then on.
 LOST_S = 5.0
+GAP = 100_000  # messages: what a rank can lose between two that arrive; a larger jump is a number made up
 GAP_S = 10.0  # between two events that tell of one rank's lost messages
 # The largest nodes have some hundred processors and one rank a processor; what is beyond is no training job.
 JOBS, RANKS = 256, 1024
@@ -49,7 +50,7 @@ class Rank:
 
     def missed(self, packet: Hello | Message) -> int:
         """How many of its messages were lost before this one."""
-        lost = self.sequence.lost(packet)
+        lost = min(self.sequence.lost(packet), GAP)
         self.lost += lost
         return lost
 

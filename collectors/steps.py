@@ -22,8 +22,8 @@ from pathlib import Path
 
 from diagnosd.collectors.ranks import Rank, Ranks, RefusedError
 from diagnosd.documents import decode_job
-from diagnosd.point import Point, Series, Value, point
-from diagnosd.probe.message import LIMIT, Hello, Message, parse
+from diagnosd.point import Point, Series, Value
+from diagnosd.probe.message import LIMIT, MEASUREMENTS, Hello, Message, parse
 from diagnosd.schema import SCHEMA
 
 log = logging.getLogger("diagnosd.steps")
@@ -47,27 +47,24 @@ KINDS = frozenset(  # telemetry.md 4
         *("restart", "config_change", "telemetry_gap"),
     }
 )
-_FITS: dict[str, tuple[type, ...]] = {"i": (int,), "f": (float, int), "s": (str,), "b": (bool,)}
+_TYPES: dict[str, dict[str, type]] = {
+    measurement: {field.name: {"i": int, "f": float, "s": str, "b": bool}[field.type] for field in fields.values()}
+    for measurement, fields in ((name, SCHEMA[name].fields) for name in (*MEASUREMENTS, "diagnosd_rank"))
+}
 _CREDENTIALS = struct.Struct("3i")
 
 
 def fitting(measurement: str, fields: dict[str, Value]) -> dict[str, Value]:
     """The fields that the contract knows, with its types; the rest is left out."""
-    known = SCHEMA[measurement].fields
-    return {
-        name: value
-        for name, value in fields.items()
-        if name in known and type(value) in _FITS[known[name].type] and (type(value) is not str or _sayable(value))
-    }
-
-
-def _sayable(text: object) -> bool:
-    """JSON can escape half a surrogate pair; UTF-8 has no bytes for it."""
-    try:
-        str(text).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    types = _TYPES[measurement]
+    kept: dict[str, Value] = {}
+    for name, value in fields.items():
+        want, have = types.get(name), type(value)
+        if have is want:
+            kept[name] = value
+        elif want is float and have is int:
+            kept[name] = float(value)
+    return kept
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +103,13 @@ class Steps:
         self._ranks = Ranks(host)
         self._peers: set[Peer] = set()
         self._points: list[Point] = []
+        self._pidfds: set[int] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
         self._listener = _listen(path)
         self._identity = _identity(path)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
         self._watch(self._woken.fileno(), lambda: None)
         self._watch(self._listener.fileno(), self._accept)
         self._thread = threading.Thread(target=self._drain, name="steps", daemon=True)
@@ -124,9 +122,13 @@ class Steps:
 
     def close(self) -> None:
         """No more connections and messages; what has come may still be read."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._wake.send(b".")
         self._thread.join()
+        self._wake.close()
+        self._woken.close()
         if _identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
 
@@ -142,9 +144,14 @@ class Steps:
                         key.data()
             self._closing.wait(PAUSE_S)
         with self._lock:
-            for peer in list(self._peers):
-                self._receive(peer)
-                peer.sock.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        for peer in list(self._peers):
+            self._receive(peer)
+            peer.sock.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
         self._listener.close()
         self._selector.close()
 
@@ -236,10 +243,12 @@ class Steps:
         except OSError:  # it is gone already, or the kernel is older than 5.3: the end of the connection must do
             return
         rank.watched = True
+        self._pidfds.add(pidfd)
         self._watch(pidfd, lambda: self._process_gone(rank, pidfd))
 
     def _process_gone(self, rank: Rank, pidfd: int) -> None:
         self._selector.unregister(pidfd)
+        self._pidfds.remove(pidfd)
         os.close(pidfd)
         for peer in [peer for peer in self._peers if peer.rank is rank]:
             self._receive(peer)  # its last words
@@ -260,10 +269,6 @@ class Steps:
 
     def _point(self, rank: Rank, message: Message) -> Point:
         known = SCHEMA[message.measurement]
-        identity = {"job": rank.job, "host": self._host, "rank": str(rank.number)}
-        if unknown := message.tags.keys() - {*known.tags, *known.optional_tags}:
-            raise ValueError(f"{message.measurement} has no tag {min(unknown)}")
-        tags = message.tags | {tag: identity[tag] for tag in (*known.tags, *known.optional_tags) if tag in identity}
         fields = fitting(message.measurement, message.fields)
         self.errors += len(message.fields) - len(fields)
         if not fields:
@@ -271,7 +276,18 @@ class Steps:
         self._plausible(message)
         if "attempt" in known.fields:
             fields["attempt"] = rank.attempt
-        return point(message.measurement, tags, fields, message.time)
+        return Point(self._series(rank, message), fields, message.time)
+
+    def _series(self, rank: Rank, message: Message) -> Series:
+        known = SCHEMA[message.measurement]
+        may = (*known.tags, *known.optional_tags)
+        if unknown := message.tags.keys() - set(may):
+            raise ValueError(f"{message.measurement} has no tag {min(unknown)}")
+        identity = {"job": rank.job, "host": self._host, "rank": str(rank.number)}
+        tags = message.tags | {tag: identity[tag] for tag in may if tag in identity}
+        if missing := set(known.tags) - tags.keys():
+            raise ValueError(f"{message.measurement} lacks its tag {min(missing)}")
+        return Series.of(message.measurement, **tags)
 
     @staticmethod
     def _plausible(message: Message) -> None:
