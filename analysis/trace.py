@@ -104,6 +104,7 @@ class RankInfo:
     coords: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    addresses: tuple[str, ...] = ()  # local addresses of its TCP connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +469,9 @@ def _describe(info: RankInfo, fields: Mapping[str, Value]) -> None:
         info.versions = dict(_pairs(versions))
     if isinstance(env, str):
         info.env = _environment(env)
+    addresses = fields.get("addresses")
+    if isinstance(addresses, str):
+        info.addresses = tuple(addresses.split(","))
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
