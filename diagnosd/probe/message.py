@@ -178,7 +178,7 @@ def _tags(tags: Any) -> Dict[str, str]:
         _name(tags, key)
         if key in _IDENTITY:
             raise ValueError(f"tag {key} is not the sender's to set")
-    return tags
+    return dict(tags)
 
 
 def _fields(fields: Any) -> Dict[str, Value]:
@@ -191,7 +191,7 @@ def _fields(fields: Any) -> Dict[str, Value]:
                 raise ValueError(f"{key} is out of the range of 64 bits")
         elif not isinstance(value, float) or value in _INFINITE:
             raise ValueError(f"{key} is neither a finite number, a string nor a boolean")
-    return fields  # type: ignore[no-any-return]
+    return dict(fields)
 
 
 def _text(key: str, value: str) -> None:

@@ -1,0 +1,142 @@
+"""The collectives that Python calls: FSDP's and the script's own. DDP reduces in C++: see ddp.py.
+
+On the host (gloo, MPI) a collective blocks where it is called or where its Work is waited for, and that time is taken
+out of whatever phase it falls into. On a device it is only enqueued: its time is the device's to tell.
+"""
+
+import functools
+import sys
+from typing import Any, Dict, NamedTuple, Optional, Tuple
+
+from diagnosd.probe.pytorch import groups, patching
+from diagnosd.probe.reporter import Reporter, clock
+from diagnosd.probe.steps import COMM, Sync
+
+
+class Call(NamedTuple):
+    """Where a collective's message (what nccl-tests count as its size) and group stand among its arguments."""
+
+    message: Optional[Tuple[int, str]]
+    group: int
+
+
+CALLS = {
+    "all_reduce": Call((0, "tensor"), 2),
+    "broadcast": Call((0, "tensor"), 2),
+    "reduce": Call((0, "tensor"), 3),
+    "all_gather": Call((0, "tensor_list"), 2),
+    "all_gather_into_tensor": Call((0, "output_tensor"), 2),
+    "gather": Call((0, "tensor"), 3),
+    "scatter": Call((0, "tensor"), 3),
+    "reduce_scatter": Call((1, "input_list"), 3),
+    "reduce_scatter_tensor": Call((1, "input"), 3),
+    "all_to_all": Call((0, "output_tensor_list"), 2),
+    "all_to_all_single": Call((0, "output"), 4),
+    "send": Call((0, "tensor"), 2),
+    "recv": Call((0, "tensor"), 2),
+    "barrier": Call(None, 0),
+    "monitored_barrier": Call(None, 0),
+}
+ISSUED = 256  # works issued and not yet waited for, of which the sizes are kept; FSDP has a few
+
+Message = Tuple[int, str]  # bytes, group; (0, "") where there is none
+
+
+def patch(torch: Any, reporter: Reporter) -> None:
+    functions: Any = sys.modules["torch.distributed.distributed_c10d"]
+    timed = _Collectives(torch, reporter, functions)
+    for name, call in CALLS.items():
+        patching.put(reporter, functions, name, functools.partial(timed.collective, call))
+        patching.put(reporter, torch.distributed, name, functools.partial(_copy, getattr(functions, name)))
+    patching.put(reporter, functions.Work, "wait", timed.wait)
+
+
+def _copy(timed: Any, _original: Any) -> Any:
+    """torch.distributed had copied the function's name before it was patched."""
+    return timed
+
+
+class _Collectives:
+    def __init__(self, torch: Any, reporter: Reporter, functions: Any) -> None:
+        self._torch, self._reporter, self._functions = torch, reporter, functions
+        self._compiling = patching.is_compiling(torch)
+        self._issued: Dict[int, Message] = {}
+        self._counts: Dict[str, int] = {}
+
+    def collective(self, call: Call, original: Any) -> Any:
+        compiling, reporter = self._compiling, self._reporter
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            # Inside another one (all_gather_object, a send's Work) it is a part of that.
+            if compiling() or not reporter.accounts() or reporter.steps.phase == COMM:
+                return original(*args, **kwargs)
+            message = self._message(call, args, kwargs)
+            if message is None:
+                return original(*args, **kwargs)
+            return self._timed(message, original, args, kwargs)
+
+        return collective
+
+    def wait(self, original: Any) -> Any:
+        compiling, reporter = self._compiling, self._reporter
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not reporter.accounts() or reporter.steps.phase == COMM:
+                return original(work, *args, **kwargs)
+            message = self._issued.pop(id(work), (0, ""))
+            return self._timed(message, original, (work, *args), kwargs)
+
+        return wait
+
+    def _timed(self, message: Message, original: Any, args: Any, kwargs: Any) -> Any:
+        reporter, began, result = self._reporter, clock(), None
+        reporter.steps.enter(COMM, began)
+        try:
+            result = original(*args, **kwargs)
+            return result
+        finally:
+            if reporter.on:
+                self._ended(message, began, result)
+
+    def _ended(self, message: Message, began: int, result: Any) -> None:
+        reporter, t = self._reporter, clock()
+        try:
+            reporter.steps.leave(t)
+            if isinstance(result, self._functions.Work):  # only issued: the host blocks in its wait(), if ever
+                if len(self._issued) >= ISSUED:
+                    self._issued.clear()
+                self._issued[id(result)] = message
+            elif message[0]:
+                wall = reporter.wall(t)
+                reporter.steps.synced(Sync(message[0], wall - (t - began), wall, message[1]))
+            reporter.cost += clock() - t
+        except Exception as error:
+            reporter.fault("collective", error)
+
+    def _message(self, call: Call, args: Any, kwargs: Any) -> Optional[Message]:
+        """None where there is no group to speak in, or where a device speaks."""
+        t = clock()
+        try:
+            group = args[call.group] if len(args) > call.group else kwargs.get("group")
+            name = groups.name(self._functions, group)
+            moved = None
+            if call.message is not None:
+                at, keyword = call.message
+                moved = args[at] if len(args) > at else kwargs.get(keyword)
+            bytes_ = self._bytes(moved)
+            self._counts[name] = self._counts.get(name, 0) + 1
+            self._reporter.collective = (name, self._counts[name])
+            self._reporter.cost += clock() - t
+            return (bytes_, name) if name and bytes_ is not None else None
+        except Exception as error:
+            self._reporter.fault("collective", error)
+            return None
+
+    def _bytes(self, moved: Any) -> Optional[int]:
+        """Of a tensor or a list of them; None where they lie on a device, which the host does not wait for."""
+        if isinstance(moved, self._torch.Tensor):
+            return moved.numel() * moved.element_size() if moved.device.type == "cpu" else None
+        if isinstance(moved, (list, tuple)):
+            sizes = [self._bytes(part) for part in moved]
+            return None if None in sizes else sum(size or 0 for size in sizes)
+        return 0

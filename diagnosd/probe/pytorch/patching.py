@@ -1,0 +1,50 @@
+"""Putting a timed function in the place of one of PyTorch's, so that torch.compile does not see the difference.
+
+Where Dynamo inlines the wrapper into a graph, `torch.compiler.is_compiling()` is true and the wrapper is the original.
+Where it meets the wrapper as a frame of its own, it is told to leave that frame alone and go on with the frames below.
+So graphs and breaks are those of a process without the probe.
+"""
+
+import functools
+import sys
+from types import CodeType
+from typing import Any, Callable, List
+
+from diagnosd.probe.reporter import Reporter
+
+_codes: List[CodeType] = []
+
+
+def put(reporter: Reporter, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by what `make` makes of it, until the probe is off. AttributeError where there is none."""
+    original = getattr(owner, name)
+    if not callable(original):
+        raise TypeError("%s is not callable" % name)
+    wrapper = functools.wraps(original)(make(original))
+    setattr(owner, name, wrapper)
+    untraced(wrapper)
+
+    def put_back() -> None:
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+
+    reporter.at_off.append(put_back)
+
+
+def untraced(function: Any) -> None:
+    """Dynamo does not compile this function's own frame."""
+    _codes.append(function.__code__)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        leave_alone(sys.modules["torch._dynamo.eval_frame"])
+
+
+def leave_alone(eval_frame: Any) -> None:
+    """Tell Dynamo, once it is there, of all functions so far."""
+    while _codes:
+        eval_frame.skip_code(_codes.pop())
+
+
+def is_compiling(torch: Any) -> Callable[[], bool]:
+    """torch.compiler.is_compiling, which PyTorch has since 2.1; before that nothing inlines a wrapper of ours."""
+    found = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return found if found is not None else bool

@@ -1,0 +1,235 @@
+"""The one reporter of this process: who it is, whether it may speak, and what it says of each step.
+
+Nothing here may harm the job: every entry from the job's own code is guarded, and one fault of ours switches the probe
+off for good. It says so once, on stderr and to the agent.
+"""
+
+import atexit
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from diagnosd.probe import identity
+from diagnosd.probe.message import DEFAULT_SOCKET, Hello, Value, encode
+from diagnosd.probe.sender import Sender
+from diagnosd.probe.steps import BACKWARD, COMM, DATA_WAIT, FORWARD, NAMES, OPTIMIZER, Step, Steps
+
+# Of a step's time, what the probe may take itself: 200 us of 50 ms. Judged over 100 steps without the five dearest, in
+# which the thread may have lost its core while it was in our code.
+OWN_SHARE = 0.004
+OWN_STEPS = 100
+OWN_SPARED = 5
+
+_TOLD_AS_ZERO = (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, COMM)  # once the process has been in them
+_HOST_ONLY = ("data_wait", "checkpoint", "eval", "blocked")  # all that the host's clock may say beside a device's
+_NOT_SPLIT = ("backward", "comm", "other")  # unknown where a backward is not known apart from its communication
+_ENVIRONMENT = ("NCCL_", "TORCH_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")  # beginnings of names
+_OFF = ("off", "0", "no", "false")
+
+clock = time.perf_counter_ns
+
+Deliverable = Callable[[Mapping[str, float], int], bytes]  # a step's message, from its device times and its number
+
+
+class Reporter:
+    """Accounts and sends for this process. Registers with the agent when training shows, never before."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.on = environ.get("DIAGNOSD", "").lower() not in _OFF
+        self.registered = False
+        self.thread = threading.main_thread().ident  # the one whose time is accounted
+        self.cost = 0  # ns of that thread that the probe took since the last step
+        self.own_share: Optional[float] = OWN_SHARE
+        self.step_ns = 0  # a typical step, once 100 are over
+        self.device = ""  # the kind of device that runs the model on its own clock, "" for the host
+        self.loader = "none"
+        self.workers: Dict[int, Tuple[int, ...]] = {}  # pids of the workers of each loader
+        self.collective: Tuple[str, int] = ("", 0)  # group and count of the last one entered
+        self.kind: Callable[[], str] = lambda: "train"
+        self.deliver: Callable[[Deliverable], None] = self._deliver
+        self.overdue: Callable[[], None] = lambda: None
+        self.facts: Dict[str, Value] = {}  # more fields of diagnosd_rank
+        self.rank = identity.rank_of(environ)
+        self.steps = Steps(self.step_over)
+        self.sender = Sender(environ.get("DIAGNOSD_SOCKET") or DEFAULT_SOCKET, self._hello)
+        self.at_register: List[Callable[[], None]] = []
+        self.at_off: List[Callable[[], None]] = []  # what was patched is put back
+        self._environ = environ
+        self._job = ""
+        self._costs: List[int] = []
+        self._durations: List[int] = []
+        self._trained = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    # --- presence -------------------------------------------------------------------------------------------------
+
+    def accounts(self) -> bool:
+        """Whether the calling thread's time is the one that is accounted."""
+        return self.on and threading.get_ident() == self.thread
+
+    def trains(self) -> bool:
+        """The same for a call that only a training thread makes: the first such call decides which thread that is."""
+        if not self.on:
+            return False
+        if not self._trained:
+            self._trained = True
+            if threading.get_ident() != self.thread:
+                self.thread, self.steps = threading.get_ident(), Steps(self.step_over)
+            self.register()
+        return threading.get_ident() == self.thread
+
+    def register(self) -> None:
+        """Training shows in this process: from now on the agent knows it. Called by the thread that trains."""
+        if self.registered:
+            return
+        self.registered = True
+        self.rank = identity.rank_of(self._environ)
+        self._job = identity.job_name(self._environ, identity.launcher_pid(self._environ, _spawner()))
+        self.facts["versions"] = "python=%d.%d.%d" % sys.version_info[:3]
+        self.facts["env"] = _environment(self._environ)
+        for act in self.at_register:
+            act()
+        atexit.register(self.finish)
+        self.sender.flush()
+        from diagnosd.probe.watch import Watch
+
+        Watch(self, main=threading.get_native_id()).start()
+
+    def off(self, reason: str) -> None:
+        """No more steps from this process. Its place among the ranks stays: it is not dead."""
+        if not self.on:
+            return
+        self.on = False
+        sys.stderr.write("diagnosd: the probe in process %d switched itself off: %s\n" % (os.getpid(), reason))
+        for put_back in self.at_off:
+            put_back()
+        if self.registered:
+            self.event("telemetry_gap", "probe off: " + reason)
+
+    def fault(self, where: str, error: BaseException) -> None:
+        self.off("%s: %s: %s" % (where, type(error).__name__, error))
+
+    def finish(self) -> None:
+        """At exit: the last step, whose end nothing followed, and what still waits."""
+        try:
+            if self.on:
+                self.steps.end_of_pending()
+            self.overdue()
+            self.sender.flush()
+        except Exception as error:  # the interpreter goes down: the job's exit code is not ours to change
+            sys.stderr.write("diagnosd: at exit: %r\n" % (error,))
+
+    def _forked(self) -> None:
+        """The child of a rank is none. The child of a launcher that forks its ranks may become one."""
+        self.sender.close()
+        self.sender = Sender(self.sender.path, self._hello)
+        self.steps = Steps(self.step_over)
+        self.thread = threading.get_ident()
+        self.on = self.on and not self.registered
+        self._trained = False
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _hello(self, number: int) -> Hello:
+        rank, world, local_rank, attempt = self.rank
+        fields = dict(self.facts, loader=self.loader)
+        return Hello(number, self._job, rank, world, local_rank, attempt, os.getpid(), fields, time.time_ns())
+
+    def point(self, measurement: str, fields: Mapping[str, Value], tags: Optional[Mapping[str, str]] = None) -> None:
+        """Send a point of now."""
+        self.sender.send(functools.partial(_encoded, measurement, fields, time.time_ns(), tags))
+
+    def event(self, kind: str, text: str) -> None:
+        tags = {"kind": kind, "subject": "rank:%d" % self.rank.rank}
+        self.point("diagnosd_event", {"text": " ".join(text.split())[:1000]}, tags)
+
+    @staticmethod
+    def wall(t: int) -> int:
+        """The wall clock, in ns, at `t` of our own: intervals are measured by the latter, which nobody sets."""
+        return time.time_ns() - (clock() - t)
+
+    def step_over(self, step: Step) -> None:
+        self.register()
+        now = clock()
+        self.deliver(functools.partial(self._step_message, step, self.wall(step.end), self.kind()))
+        self._costs.append(self.cost)
+        self._durations.append(step.duration)
+        self.cost = clock() - now
+        if len(self._costs) == OWN_STEPS:
+            self._judge_cost()
+
+    def _deliver(self, deliverable: Deliverable) -> None:
+        self.sender.send(functools.partial(deliverable, {}))
+
+    def _step_message(self, step: Step, wall: int, kind: str, device: Mapping[str, float], number: int) -> bytes:
+        """Made by the watching thread: the training thread has better things to do."""
+        fields = step_fields(step, self.steps.used, bool(self.device))
+        fields.update(device)
+        fields["kind"] = kind if step.number else "warmup"
+        if self.rank.attempt is not None:
+            fields["attempt"] = self.rank.attempt
+        return encode(number, "diagnosd_step", fields, wall, {"source": "probe"})
+
+    def _judge_cost(self) -> None:
+        costs, durations = sorted(self._costs), sorted(self._durations)
+        self._costs, self._durations = [], []
+        self.step_ns = durations[len(durations) // 2]
+        share = sum(costs[:-OWN_SPARED]) / max(1, sum(durations[:-OWN_SPARED]))
+        if self.own_share is not None and share > self.own_share:
+            told = (100 * share, 100 * self.own_share, self.step_ns * 1e-6)
+            self.off("it took %.1f %% of the time, more than %.1f %%, of steps of %.2f ms" % told)
+
+
+def step_fields(step: Step, used: List[bool], asynchronous: bool) -> Dict[str, Value]:
+    """The fields of `diagnosd_step`; seconds to the nanosecond.
+
+    Where a device runs on its own clock (`asynchronous`), the host's says nothing of the phases that it only enqueues.
+    """
+    fields: Dict[str, Value] = {"step": step.number, "duration": seconds(step.duration)}
+    fields["clock"] = "device" if asynchronous else "host"
+    for phase, name in enumerate(NAMES):
+        told = used[phase] if phase in _TOLD_AS_ZERO else step.spent[phase] > 0
+        if told and (name in _HOST_ONLY if asynchronous else step.split or name not in _NOT_SPLIT):
+            fields[name] = seconds(step.spent[phase])
+    fields.update((name, count) for name, count in (("samples", step.samples), ("tokens", step.tokens)) if count)
+    if step.queue is not None:
+        fields.update(queue_size=step.queue.size, workers=step.queue.workers)
+        if step.queue.ready is not None:
+            fields["queue"] = step.queue.ready
+    if step.sync is not None:
+        bytes_, enter, exit_, group = step.sync
+        fields.update(sync_bytes=bytes_, sync_enter=enter, sync_exit=exit_, sync_group=group)
+    return fields
+
+
+def seconds(ns: int) -> float:
+    return round(ns * 1e-9, 9)
+
+
+def _encoded(
+    measurement: str, fields: Mapping[str, Value], time_ns: int, tags: Optional[Mapping[str, str]], number: int
+) -> bytes:
+    return encode(number, measurement, fields, time_ns, tags)
+
+
+def _environment(environ: Mapping[str, str]) -> str:
+    """What steers communication, as JSON. Not what looks like a path: those are nobody's business by default."""
+    told = {
+        key: value[:200]
+        for key, value in sorted(environ.items())
+        if key.startswith(_ENVIRONMENT) and not value.startswith(("/", "~"))
+    }
+    while len(json.dumps(told)) > 4000:
+        told.popitem()
+    return json.dumps(told)
+
+
+def _spawner() -> Optional[int]:
+    """The pid of the process that started this one by multiprocessing, if one did."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    parent = multiprocessing.parent_process() if multiprocessing else None
+    return parent.pid if parent else None

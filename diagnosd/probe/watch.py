@@ -1,0 +1,106 @@
+"""The thread that looks on: it sends what the training thread left, and tells how the rank fares, also when it hangs.
+
+Every ROUND it sends; every 2 to 5 s it reads what only this process may read of itself. It never holds a lock that the
+training thread waits for, and it reads that thread's accounts without one: a torn look is a wrong moment, no more.
+"""
+
+import threading
+import time
+from typing import Dict, List
+
+from diagnosd.probe import process
+from diagnosd.probe.message import Value
+from diagnosd.probe.reporter import Reporter, clock, seconds
+from diagnosd.probe.sockets import Peers
+from diagnosd.probe.steps import COMM, NAMES, OTHER
+
+ROUND_SECONDS = 0.1
+OBSERVE_SECONDS = (2.0, 5.0)
+OBSERVE_SHARE = 0.001  # of one core, for what is read; a dearer look is taken less often, up to the 5 s
+HANG_SECONDS = 60.0  # a phase that lasts longer than this, and than HANG_STEPS steps, shows its stack
+HANG_STEPS = 10
+
+
+class Watch(threading.Thread):
+    """Of one reporter; ends with the process."""
+
+    def __init__(self, reporter: Reporter, *, main: int, hang_seconds: float = HANG_SECONDS) -> None:
+        """`main` is the native id of the thread that trains."""
+        super().__init__(name="diagnosd", daemon=True)
+        self._reporter, self._main, self._hang_seconds = reporter, main, hang_seconds
+        self._collections = process.Collections()
+        self._peers = Peers()
+        self._usage = process.Usage(main=main)
+        self._every = OBSERVE_SECONDS[0]
+        self._shown = 0  # when the phase began whose stack was shown
+        self._told = ""  # what the last hello said
+
+    def run(self) -> None:
+        try:
+            self._go_on()
+        except Exception as error:  # a thread of ours must not die with a traceback on the job's terminal
+            self._reporter.fault("watching thread", error)
+
+    def _go_on(self) -> None:
+        sender, next_look = self._reporter.sender, 0.0
+        while True:
+            if time.monotonic() >= next_look:
+                self._look()
+                next_look = time.monotonic() + self._every
+            self._reporter.overdue()
+            sender.flush()
+            sender.wake.clear()
+            sender.wake.wait(ROUND_SECONDS)
+
+    def _look(self) -> None:
+        began = time.thread_time()
+        fields, self._usage = process.rank_process("/proc", self._main, self._worker_pids(), self._usage)
+        fields["gc_seconds"] = round(self._collections.seconds, 6)
+        fields.update(self._whereabouts())
+        self._reporter.point("diagnosd_process", fields)
+        for peer, counters in self._peers.read().items():
+            self._reporter.point("diagnosd_socket", counters, {"peer": peer})
+        self._introduce()
+        wanted = (time.thread_time() - began) / OBSERVE_SHARE
+        self._every = min(max(wanted, OBSERVE_SECONDS[0]), OBSERVE_SECONDS[1])
+
+    def _worker_pids(self) -> List[int]:
+        return [pid for pids in list(self._reporter.workers.values()) for pid in pids]
+
+    def _introduce(self) -> None:
+        """A loader, an address or a layout was found after the hello."""
+        reporter = self._reporter
+        if self._peers.addresses:
+            reporter.facts["addresses"] = ",".join(sorted(self._peers.addresses))
+        tells = "%s %s %s" % (reporter.loader, reporter.rank, reporter.facts)
+        if tells != self._told:
+            if self._told:
+                reporter.sender.introduce()
+            self._told = tells
+
+    def _whereabouts(self) -> Dict[str, Value]:
+        """Phase, step, last collective, and once the stack of a phase that lasts beyond all measure."""
+        reporter = self._reporter
+        if not reporter.on:
+            return {}
+        steps = reporter.steps
+        phase, entered = steps.phase, steps.entered
+        lasts = clock() - entered
+        fields: Dict[str, Value] = {"phase": name_of(phase), "phase_seconds": seconds(lasts), "step": steps.number}
+        group, count = reporter.collective
+        if group:
+            fields.update(group=group, seq=count)
+        if self.hangs(lasts * 1e-9, reporter.step_ns * 1e-9) and self._shown != entered:
+            self._shown = entered
+            fields["stack"] = process.stack(reporter.thread or 0)
+        return fields
+
+    def hangs(self, phase_seconds: float, step_seconds: float) -> bool:
+        return phase_seconds > max(self._hang_seconds, HANG_STEPS * step_seconds)
+
+
+def name_of(phase: int) -> str:
+    """Of a phase as `diagnosd_process` tells it. After a fetch the model runs, whether or not a backward follows."""
+    if phase == COMM:
+        return "collective"
+    return NAMES[phase] if phase <= OTHER else "forward"
