@@ -1,0 +1,199 @@
+"""Where a step's time went, along the rank that the others waited for.
+
+Data-parallel ranks meet once a step, in a collective. Rank r *enters* it when its own work is done and *exits* when the
+sum is there. Nobody can exit before the last has entered, so with A = max enter
+
+    wait_r = A - enter_r        what rank r lost to somebody else's work: never the network's
+    transfer = exit - A         what the network took
+
+and the time from one exit to the next, a *cycle*, is an exact sum along the last to arrive:
+
+    cycle = (own work of the last to arrive since the previous exit) + transfer + release
+
+`release` is how much later (or earlier) than the others that rank left the previous collective: it keeps the sum exact.
+The own work falls into the phases that the rank reported; what they leave is `other`, never hidden, never negative.
+(diagnosis.md 2.3, walking back from the last end; with one collective a step the walk is one hop.)
+
+Exits are simultaneous to first order. That aligns the hosts' clocks without trusting any of them: a host's offset is
+the median over steps of (its exit - the median exit). It is taken off only where it exceeds its own noise.
+
+Where a collective was not timed but its blocking time `comm` is known, its end is placed before what follows it in the
+step. Where not even that is known, the slowest rank's own phases are all that can be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from diagnosd.analysis.steps import Steps
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# In the order in which a step runs through them.
+OWN = ("data_wait", "h2d", "forward", "backward", "blocked", "optimizer", "checkpoint", "eval", "other")
+PARTS = (*OWN, "transfer", "release")
+PART = {name: column for column, name in enumerate(PARTS)}
+AFTER = ("optimizer", "checkpoint", "eval", "blocked")  # what may stand behind the collective within its step
+
+_BEFORE = ("data_wait", "h2d", "forward", "backward")
+
+# Below this a host's offset is not worth correcting: it is less than any effect that is judged (5 % of a 50 ms step).
+LEAST_OFFSET_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What the ranks reported, S steps of R ranks, in s; NaN where absent. Instants are on the host's own clock."""
+
+    end: Floats  # [S,R]
+    duration: Floats  # [S,R]
+    enter: Floats  # [S,R] of the step's largest blocking collective
+    exit: Floats  # [S,R]
+    comm: Floats  # [S,R]
+    own: Floats  # [S,R,len(OWN)]; `other` is ignored, it is what remains
+
+    @classmethod
+    def of(cls, steps: Steps, rows: slice, origin: int) -> Phases:
+        end = np.where(steps.end[rows] > 0, (steps.end[rows] - origin) / 1e9, np.nan)
+        own = np.stack([steps.column(name)[rows] for name in OWN], axis=-1)
+        gap = steps.column("device_gap")[rows]
+        # An asynchronous device hides the part of a wait during which it was busy (telemetry.md 4).
+        own[..., 0] = np.where(np.isnan(gap), own[..., 0], np.fmin(own[..., 0], gap))
+        enter, leave = steps.sync_enter[rows], steps.sync_exit[rows]
+        return cls(end, steps.column("duration")[rows], enter, leave, steps.column("comm")[rows], own)
+
+
+@dataclass(frozen=True, slots=True)
+class Cycles:
+    """C cycles of R ranks, in seconds."""
+
+    row: Ints  # [C] which step it is, counted from the first of the phases it was made of
+    end: Floats  # [C] when the collective ended (the step, where there is none), clocks aligned
+    duration: Floats  # [C]
+    parts: Floats  # [C,len(PARTS)] along the last to arrive; they sum to the duration
+    own: Floats  # [C,R,len(OWN)] each rank's own work
+    late: Floats  # [C,R] how much later than the first each rank arrived; NaN where no arrival is known
+    last: Ints  # [C] column of the last to arrive; -1 where nobody can say
+    timed: Bools  # [C] whether the collective itself was timed, so that waiting and transferring are apart
+
+
+def align(leave: Floats, hosts: Sequence[str]) -> tuple[Floats, float]:
+    """Offset of each rank's clock [R] from the median of all, and the noise that is left, both in seconds.
+
+    `leave` [S,R]: when each rank left the same collectives. The noise is robust (1.4826 MAD).
+    """
+    complete = leave[~np.isnan(leave).any(axis=1)]
+    none = np.zeros(leave.shape[1])
+    if len(complete) < 5 or len(set(hosts)) < 2:
+        return none, 0.0
+    apart = complete - np.median(complete, axis=1, keepdims=True)
+    offset = none
+    for host in set(hosts):
+        of_host = [column for column, name in enumerate(hosts) if name == host]
+        offset[of_host] = np.median(apart[:, of_host])
+    noise = 1.4826 * float(np.median(np.abs(apart - offset)))
+    known_to = max(LEAST_OFFSET_S, 3 * 1.2533 * noise / np.sqrt(len(complete)))  # 3 standard errors of a median
+    return np.where(np.abs(offset) > known_to, offset, 0.0), noise
+
+
+def decompose(phases: Phases, offset: Floats) -> Cycles:
+    """The cycles that end within these steps. The first step only begins one, unless its ranks never met.
+
+    Steps that a rank has not sent are left out, with the cycle that would begin in them.
+    """
+    enter, leave = _meeting(phases)
+    rows = np.flatnonzero(~np.isnan(phases.end).any(axis=1))
+    met = _finite(enter + leave)
+    follows = np.zeros(len(met), dtype=bool)
+    follows[1:] = met[1:] & met[:-1]
+    joined = rows[follows[rows]]
+    alone = rows[~met[rows] & ~np.isnan(phases.duration[rows]).any(axis=1)]
+    return _in_order(_joined(phases, enter, leave, offset, joined), _alone(phases, alone))
+
+
+def _finite(values: Floats) -> Bools:
+    """[S] whether every rank has a value."""
+    finite: Bools = np.logical_and.reduce(np.isfinite(values), axis=1)
+    return finite
+
+
+def _meeting(phases: Phases) -> tuple[Floats, Floats]:
+    """When each rank entered and left the collective; from `comm` where it was not timed."""
+    behind = np.nansum(phases.own[..., [OWN.index(name) for name in AFTER]], axis=-1)
+    timed = _finite(phases.enter + phases.exit)[:, None]
+    leave = np.where(timed, phases.exit, phases.end - behind)
+    enter = np.where(timed, phases.enter, leave - phases.comm)
+    return enter, leave
+
+
+def _joined(phases: Phases, enter: Floats, leave: Floats, offset: Floats, rows: Ints) -> Cycles:
+    own = _own(phases, leave, rows, np.maximum(enter[rows] - leave[rows - 1], 0.0))
+    arrived, ended = enter[rows] - offset, np.median(leave - offset, axis=1)
+    duration = ended[rows] - ended[rows - 1]
+    last = arrived.argmax(axis=1)
+    each = np.arange(len(rows))
+    parts = np.zeros((len(rows), len(PARTS)))
+    parts[:, : len(OWN)] = own[each, last]
+    parts[:, PART["transfer"]] = np.maximum(ended[rows] - arrived[each, last], 0.0)
+    parts[:, PART["release"]] = duration - parts.sum(axis=1)
+    late = arrived - arrived.min(axis=1, keepdims=True)
+    timed = _finite(phases.enter[rows] + phases.exit[rows])
+    return Cycles(rows, ended[rows], duration, parts, own, late, last, timed)
+
+
+def _own(phases: Phases, leave: Floats, rows: Ints, between: Floats) -> Floats:
+    """[C,R,len(OWN)] what each rank did `between` leaving one collective and entering the next, on its own clock.
+
+    Phases that stand behind the collective belong to the cycle that follows. Phases that overlap are scaled to fit.
+    """
+    named = np.nan_to_num(phases.own)
+    named[..., OWN.index("other")] = 0.0
+    room = np.maximum(phases.end - leave, 0.0)
+    behind = np.zeros_like(named)
+    for name in AFTER:
+        column = OWN.index(name)
+        fits = named[..., column] <= 1.1 * room + 1e-4  # a phase and its room are timed by different clocks
+        behind[..., column] = np.where(fits, named[..., column], 0.0)
+        room = np.maximum(room - behind[..., column], 0.0)
+    own: Floats = (named - behind)[rows] + behind[rows - 1]
+    total = own.sum(axis=-1)
+    own *= np.divide(between, total, out=np.ones_like(total), where=total > between)[..., None]
+    own[..., OWN.index("other")] = between - own.sum(axis=-1)
+    return own
+
+
+def _alone(phases: Phases, rows: Ints) -> Cycles:
+    """Steps of one rank, or of ranks of whom nobody knows when they meet: the slowest is the step."""
+    duration, own = phases.duration[rows], np.nan_to_num(phases.own[rows])
+    comm = np.nan_to_num(phases.comm[rows])
+    own[..., OWN.index("other")] = 0.0
+    total = own.sum(axis=-1) + comm
+    scale = np.divide(duration, total, out=np.ones_like(total), where=total > duration)
+    own *= scale[..., None]
+    comm *= scale
+    own[..., OWN.index("other")] = np.maximum(duration - own.sum(axis=-1) - comm, 0.0)
+    last, each = np.nan_to_num(duration).argmax(axis=1), np.arange(len(rows))
+    parts = np.zeros((len(rows), len(PARTS)))
+    parts[:, : len(OWN)], parts[:, PART["transfer"]] = own[each, last], comm[each, last]
+    unknown = np.full(duration.shape, np.nan)
+    whose = last if duration.shape[1] > 1 else np.zeros_like(last)
+    ended = phases.end[rows][each, last]
+    return Cycles(rows, ended, duration[each, last], parts, own, unknown, whose, np.zeros(len(rows), dtype=bool))
+
+
+def _in_order(a: Cycles, b: Cycles) -> Cycles:
+    if not len(b.row):
+        return a
+    order = np.argsort(np.concatenate([a.row, b.row]), kind="stable")
+
+    def merged(name: str) -> npt.NDArray[np.generic]:
+        both: npt.NDArray[np.generic] = np.concatenate([getattr(a, name), getattr(b, name)])[order]
+        return both
+
+    return Cycles(**{name: merged(name) for name in Cycles.__slots__})  # type: ignore[arg-type]
