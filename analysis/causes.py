@@ -1,0 +1,199 @@
+"""The catalogue of causes, as data: what each is called, who owns it, what it explains, and what to do.
+
+A cause is added here and in evidence.ROWS, nowhere else. `prior` is its log-odds before any evidence, on a cluster
+whose fabric is shared; `claims` are the parts of a step it can explain; `least` is what it must cost, as a share of the
+step, to be a cause of this slowdown and not a mere presence (diagnosis.md 2.4, vetoes). `{host}`, `{nic}`, `{rank}` and
+`{path}` in `next` are filled from the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diagnosd.analysis.decompose import PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Subtype:
+    title: str
+    owner: str
+    next: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    code: str
+    title: str
+    owner: str
+    claims: tuple[str, ...]
+    prior: float
+    least: float
+    next: str
+    network: bool = False  # needs a network between hosts
+    subtypes: Mapping[str, Subtype] = field(default_factory=dict)
+
+
+CAUSES = {
+    cause.code: cause
+    for cause in (
+        Cause(
+            "network_congestion",
+            "the network takes longer for the same bytes",
+            "fabric",
+            claims=("transfer", "release"),
+            # On shared Ethernet 39 % of the multi-node jobs met it, on dedicated fabrics hardly any (diagnosis.md 1.2).
+            prior=-2.5,
+            least=0.05,
+            next="On {host}: ss -ti; ethtool -S {nic}; then the switch port's rate, queue and drops.",
+            network=True,
+            subtypes={
+                "neighbour_traffic": Subtype(
+                    "somebody else's traffic fills the link",
+                    "fabric",
+                    "On {host}: ss -tupi, iftop -i {nic}; whose bytes are these?",
+                ),
+                "packet_loss": Subtype(
+                    "packets are lost on the way",
+                    "fabric",
+                    "On {host}: ethtool -S {nic} | grep -iE 'err|drop|discard'; then the switch port's.",
+                ),
+                "bandwidth": Subtype(
+                    "the path carries less than before",
+                    "fabric",
+                    "Look at the rate of the switch port to {host} ({nic}): tc qdisc, shaping, LAG members.",
+                ),
+            },
+        ),
+        Cause(
+            "data_starvation",
+            "the step waits for its next batch",
+            "job",
+            claims=("data_wait",),
+            prior=-2.5,
+            least=0.02,  # diagnosis.md 2.4
+            next="On {host}: py-spy dump of a loader worker of rank {rank}: what does it wait for?",
+            subtypes={
+                "loader_cpu": Subtype(
+                    "its workers have no more processor time",
+                    "job",
+                    "Raise num_workers of rank {rank}'s DataLoader, or do less per sample.",
+                ),
+                "slow_storage": Subtype(
+                    "its storage answers slowly", "storage", "On {host}: iostat -x 1; then the storage behind {path}."
+                ),
+                "loader_slow": Subtype(
+                    "its loader waits for something that is neither processor nor local disk",
+                    "job",
+                    "On {host}: py-spy dump of a loader worker of rank {rank}: what does it wait for?",
+                ),
+            },
+        ),
+        Cause(
+            "topology_misconfiguration",
+            "the job does not use the fabric as it was declared",
+            "config",
+            claims=("transfer", "release"),
+            # 50 static faults in 400 nodes x 348 days (InfiniteHBD trace, diagnosis.md 1.2): rare, and long-lived.
+            prior=-3.5,
+            least=0.02,
+            next="Compare the interfaces in use with the declared fabric: ip -s link; the *_SOCKET_IFNAME of the job.",
+            network=True,
+            subtypes={
+                "wrong_interface": Subtype(
+                    "its traffic takes another interface than the fabric's",
+                    "config",
+                    "Set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME) to the fabric's interface; now it is {nic} on {host}.",
+                ),
+                "socket_fallback": Subtype(
+                    "NCCL fell back to TCP sockets",
+                    "config",
+                    "NCCL_DEBUG=INFO: why no IB? Is /dev/infiniband in the container, NCCL_IB_DISABLE unset?",
+                ),
+                "link_rate_low": Subtype(
+                    "the fabric runs below its declared rate",
+                    "fabric",
+                    "On {host}: ethtool {nic} (ibstat, where InfiniBand): the negotiated rate and width.",
+                ),
+            },
+        ),
+        Cause(
+            "straggler",
+            "one rank computes longer than the others, who wait for it",
+            "node",
+            claims=("forward", "backward", "optimizer", "h2d", "blocked", "other"),
+            prior=-2.5,
+            least=0.02,
+            next="On {host}: top -H; nvidia-smi -q -d CLOCK,PERFORMANCE: what else runs there, does it throttle?",
+            subtypes={
+                "cpu_quota": Subtype(
+                    "its CPU quota is used up",
+                    "node",
+                    "On {host}: the cpu.max (cpu.cfs_quota_us) of rank {rank}'s cgroup, nr_throttled in its cpu.stat.",
+                ),
+            },
+        ),
+        Cause(
+            "checkpoint_stall",
+            "saving a checkpoint takes longer than it did",
+            "storage",
+            claims=("checkpoint", "other"),
+            prior=-2.5,
+            least=0.02,
+            next="On {host}: iostat -x 1 while rank {rank} saves; then the storage behind {path}.",
+            subtypes={
+                "slow_storage": Subtype(
+                    "the storage writes slowly", "storage", "On {host}: iostat -x 1; then the storage behind {path}."
+                )
+            },
+        ),
+        Cause(
+            "host_stall",
+            "the host keeps its ranks from running",
+            "node",
+            claims=("h2d", "blocked", "other", "forward", "backward", "optimizer"),
+            prior=-3.0,
+            least=0.05,
+            next="On {host}: cat /proc/pressure/cpu; pidstat -wu 1: who takes the processors?",
+            subtypes={
+                "garbage_collection": Subtype(
+                    "Python's garbage collector stops it",
+                    "job",
+                    "gc.freeze() after start-up, and gc.collect() on all ranks at the same step.",
+                ),
+            },
+        ),
+        Cause(
+            "hang",
+            "no rank makes progress",
+            "node",
+            claims=PARTS,
+            prior=0.0,
+            least=0.0,
+            next="On {host}: py-spy dump of rank {rank}; it entered the fewest collectives.",
+        ),
+        Cause(
+            "communication_bound",
+            "by design, most of each step goes into communication",
+            "job",
+            claims=(),
+            prior=0.0,
+            least=0.2,
+            next="",
+        ),
+        Cause("unknown", "slower, and nothing measured says why", "job", claims=(), prior=0.0, least=0.05, next=""),
+    )
+}
+
+# Causes that compete for a slowdown against the past or a bound; the others are decided otherwise.
+RIVALS = tuple(
+    CAUSES[code]
+    for code in (
+        "network_congestion",
+        "data_starvation",
+        "topology_misconfiguration",
+        "straggler",
+        "checkpoint_stall",
+        "host_stall",
+    )
+)

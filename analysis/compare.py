@@ -1,0 +1,133 @@
+"""A slow stretch of a job beside what it is held against: what evidence is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from diagnosd.analysis.decompose import OWN, PART
+from diagnosd.analysis.rates import Increments, increments
+from diagnosd.analysis.samples import Numbers
+from diagnosd.analysis.trace import Job, Trace
+from diagnosd.point import Series
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Window = tuple[float, float]  # seconds since the trace's origin
+
+COMPUTE = ("forward", "backward", "optimizer")
+HOST = ("h2d", "blocked", "other")
+NETWORK = ("transfer", "release")
+
+# Who was last in this share of the cycles may be what the others wait for; by chance one of n ranks is in 1/n of them.
+OFTEN_LAST = 0.3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`expected`, `observed`: mean seconds a cycle [len(PARTS)] along the last to arrive; the `own` ones of each rank.
+
+    `against` is past, peers or model: where the expectation comes from. The windows are those of the counters; `before`
+    is None where there is no healthy past.
+    """
+
+    trace: Trace
+    job: Job
+    against: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]  # of the ranks
+    before: Window | None
+    during: Window
+    expected: Floats
+    observed: Floats
+    own_expected: Floats  # [R,len(OWN)]
+    own_observed: Floats  # [R,len(OWN)]
+    last: Floats  # [R] share of the cycles in which each was the last to arrive
+    apart: bool  # whether by more than the clocks' noise, so that it means something
+    timed: bool  # whether the collectives themselves were timed
+    loads: Bools  # [R] which ranks load data
+    empty: Floats  # [R] share of the steps that found the prefetch queue empty; NaN where unknown
+    workers: Floats  # [R] loader workers; NaN where unknown
+    cycles: int
+    cycles_before: int
+    sync_bytes: float  # median size of the collective; NaN where unknown
+    from_start: bool
+    _grown: dict[tuple[str, str], Increments] = field(default_factory=dict, repr=False)
+
+    @property
+    def step(self) -> float:
+        """Expected seconds a step."""
+        return float(self.expected.sum())
+
+    @property
+    def slowdown(self) -> float:
+        return float(self.observed.sum()) / max(self.step, 1e-9)
+
+    @property
+    def lost(self) -> float:
+        """Seconds a step more than expected."""
+        return float(self.observed.sum() - self.expected.sum())
+
+    def excess(self, *parts: str) -> float:
+        """Seconds a step that these parts grew by."""
+        columns = [PART[name] for name in parts]
+        return float((self.observed - self.expected)[columns].sum())
+
+    def share(self, *parts: str) -> float:
+        """How much of the loss these parts explain, 0 to 1."""
+        grown = max(float(np.maximum(self.observed - self.expected, 0).sum()), self.lost, 1e-9)
+        return float(np.clip(self.excess(*parts) / grown, 0, 1))
+
+    def own(self, column: int, *parts: str) -> tuple[float, float]:
+        """Seconds a step that a rank itself spent in these parts: observed, expected."""
+        columns = [OWN.index(name) for name in parts]
+        return float(self.own_observed[column, columns].sum()), float(self.own_expected[column, columns].sum())
+
+    @cached_property
+    def suspects(self) -> tuple[int, ...]:
+        """Columns of the ranks that the others wait for; all where their work is not what grew, or nobody can say."""
+        everybody = tuple(range(len(self.ranks)))
+        if not self.apart or self.share(*OWN) < OFTEN_LAST:
+            return everybody
+        return tuple(column for column in everybody if self.last[column] >= OFTEN_LAST) or everybody
+
+    @property
+    def suspect_hosts(self) -> tuple[str, ...]:
+        return tuple(sorted({self.hosts[column] for column in self.suspects}))
+
+    @property
+    def all_hosts(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.hosts)))
+
+    # -- what the counters say in the two windows --------------------------------------------------------------------
+
+    def rate(self, series: Series, name: str) -> tuple[float, float]:
+        """Mean growth per second of a counter during and before; NaN where unknown."""
+        key = (series.key, name)
+        grown = self._grown.get(key)
+        if grown is None:
+            grown = self._grown[key] = increments(*self.trace.samples(series, name))
+        return grown.mean(*self.during), grown.mean(*self.before) if self.before else float("nan")
+
+    def gauge(self, series: Series, name: str) -> tuple[float, float]:
+        """Mean of a gauge's samples during and before; NaN where there was none."""
+        times, values = self.trace.samples(series, name)
+        return _mean(times, values, self.during), _mean(times, values, self.before) if self.before else float("nan")
+
+    def series(self, measurement: str, hosts: tuple[str, ...], **tags: str) -> Iterator[tuple[str, Series]]:
+        for host in hosts:
+            for series in self.trace.series_of(measurement, host, **tags):
+                yield host, series
+
+    def of_rank(self, measurement: str, column: int) -> list[Series]:
+        tags = {"job": self.job.name, "rank": str(self.ranks[column])}
+        return self.trace.series_of(measurement, self.hosts[column], **tags)
+
+
+def _mean(times: Floats, values: Numbers, window: Window) -> float:
+    first, last = np.searchsorted(times, window)
+    return float(values[first:last].mean()) if last > first else float("nan")

@@ -1,0 +1,688 @@
+"""What speaks for and against each cause: one row of ROWS a kind of evidence.
+
+A row measures something in a Comparison and says how strongly it deviates: strength = (x - threshold) / width, clipped
+to -3..3. Above the threshold it supports the causes with a positive weight and speaks against those with a negative
+one; below it the other way round, unless the row is one-sided: a sign that need not be there proves nothing by its
+absence. Where nothing was measured a row yields nothing, which is not the same as a reading of zero.
+
+Rows belong to groups of sensors that do not depend on each other; a group's sum is capped, so that five counters of one
+interface cannot outvote everything else (diagnosis.md 2.4). Weights are set by hand: 1 is a sign that decides together
+with one independent sign, 0.5 a sign that many causes show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isnan, log, nan
+
+import numpy as np
+
+from diagnosd.analysis import bounds
+from diagnosd.analysis.compare import COMPUTE, HOST, NETWORK, Comparison
+from diagnosd.analysis.decompose import PART
+from diagnosd.point import Series
+
+MSS = 1448  # bytes in a full TCP segment on Ethernet with timestamps
+WIRE_OVER_PAYLOAD = 1.10  # bytes on an interface for one of payload: headers 4.6 %, acknowledgements up to 4.6 %
+TALKS = 0.05  # a connection that carries less than this of the busiest one's bytes is control traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One measurement: of what, how much, how much was expected, and how far beyond its threshold it lies (-3..3)."""
+
+    subject: str  # a locus
+    observed: float
+    expected: float  # NaN where there is no expectation
+    strength: float
+    text: str
+    decisive: bool = False  # a fact that needs no second group
+    receiver: str | None = None  # host at the other end, of a connection
+    subtype: str | None = None  # that this reading points to
+
+
+@dataclass(frozen=True)
+class Row:
+    metric: str
+    group: str
+    unit: str
+    measure: Callable[[Comparison], Iterator[Reading]]
+    weights: Mapping[str, float]
+    needs: str  # the source that must be there: what is missing where the row yields nothing
+    advice: str  # how to get it
+    one_sided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    row: Row = field(repr=False)
+    reading: Reading
+
+    def weight(self, cause: str) -> float:
+        """What it adds to the log-odds of a cause, before its group is capped."""
+        strength = self.reading.strength
+        return self.row.weights.get(cause, 0.0) * (max(strength, 0.0) if self.row.one_sided else strength)
+
+
+def collect(c: Comparison) -> tuple[list[Evidence], list[Row]]:
+    """All readings, the strongest of each row first, and the rows that yielded none."""
+    found, missing = [], []
+    for row in ROWS:
+        readings = sorted(row.measure(c), key=lambda r: (-r.strength, r.subject))
+        found += [Evidence(row, reading) for reading in readings]
+        if not readings:
+            missing.append(row)
+    return found, missing
+
+
+def strength(x: float, threshold: float, width: float) -> float:
+    return float(np.clip((x - threshold) / width, -3.0, 3.0))
+
+
+def _ratio(now: float, before: float) -> float:
+    return log(max(now, 1e-12) / max(before, 1e-12))
+
+
+def _known(*values: float) -> bool:
+    return not any(isnan(value) for value in values)
+
+
+# -- timing: the ranks' own clocks -----------------------------------------------------------------------------------
+
+
+def _grew(c: Comparison, what: str, parts: tuple[str, ...]) -> Iterator[Reading]:
+    """How much of the loss these parts along the last to arrive explain.
+
+    Threshold 0.3: what explains less than a third of a loss is not its cause. Width 0.1.
+    """
+    if c.lost <= 0:
+        return
+    now, before = c.excess(*parts) + _expected(c, parts), _expected(c, parts)
+    yield Reading(
+        "job", now, before, strength(c.share(*parts), 0.3, 0.1), f"{what} takes {c.share(*parts):.0%} of the loss"
+    )
+
+
+def _expected(c: Comparison, parts: tuple[str, ...]) -> float:
+    return float(sum(c.expected[PART[name]] for name in parts))
+
+
+def transfer(c: Comparison) -> Iterator[Reading]:
+    """Only where it is apart from waiting: timed, or the least any rank was blocked."""
+    if len(c.ranks) > 1:
+        yield from _grew(c, "transfer, after the last had arrived,", NETWORK)
+
+
+def data_wait(c: Comparison) -> Iterator[Reading]:
+    """The step blocked on its next batch. It is what starvation is, so it is decisive where it is most of the loss."""
+    if not c.loads.any():
+        return
+    for reading in _grew(c, "waiting for the next batch", ("data_wait",)):
+        grown = c.excess("data_wait") > 2 * max(_expected(c, ("data_wait",)), 0.005 * c.step)
+        yield _decided(reading, c.share("data_wait") >= 0.6 and grown)
+
+
+def compute_of_one(c: Comparison) -> Iterator[Reading]:
+    """A rank's own work grew, the others' less than a third as much, and they wait for it."""
+    grown = np.array([np.subtract(*c.own(column, *COMPUTE)) for column in range(len(c.ranks))])
+    if len(grown) < 2 or c.lost <= 0 or not c.apart:
+        return
+    slow = int(grown.argmax())
+    others = float(np.median(np.delete(grown, slow)))
+    now, before = c.own(slow, *COMPUTE)
+    alone = grown[slow] > 0 and others < grown[slow] / 3
+    how = strength(min(c.share(*COMPUTE), float(grown[slow]) / c.lost), 0.3, 0.1) if alone else -3.0
+    text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {c.last[slow]:.0%} of the steps"
+    decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.3 * before
+    yield Reading(f"rank:{c.ranks[slow]}", now, before, how, text, decisive=bool(decisive))
+
+
+def compute_of_all(c: Comparison) -> Iterator[Reading]:
+    """Every rank's own work grew alike: no rank is the straggler; a machine they share, or the program, is."""
+    each = [c.own(column, *COMPUTE) for column in range(len(c.ranks))]
+    least = min(now - before for now, before in each) if each else 0.0
+    most = max(now - before for now, before in each) if each else 0.0
+    if c.lost <= 0 or most <= 0:
+        return
+    now, before = np.mean(each, axis=0)
+    how = strength(min(c.share(*COMPUTE), least / most), 0.3, 0.1)
+    yield Reading(
+        "job", float(now), float(before), how, f"every rank computes {now / max(before, 1e-9):.1f} times as long"
+    )
+
+
+def checkpoint(c: Comparison) -> Iterator[Reading]:
+    """Saving took longer than it did; what follows it at once, such as a flush to disk, counts as saving."""
+    if c.expected[PART["checkpoint"]] > 0:
+        for reading in _grew(c, "saving", ("checkpoint", "other")):
+            yield _decided(reading, c.excess("checkpoint") > 0 and c.share("checkpoint", "other") >= 0.6)
+
+
+def host_gap(c: Comparison) -> Iterator[Reading]:
+    """Time in no phase of training: launching, collecting garbage, not being scheduled."""
+    yield from _grew(c, "time outside of every phase", HOST)
+
+
+def from_the_start(c: Comparison) -> Iterator[Reading]:
+    """A misconfiguration is there from the first step; congestion begins."""
+    text = "so since the first step" if c.from_start else "it was not so at first"
+    yield Reading("job", float(c.from_start), nan, 3.0 if c.from_start else -3.0, text)
+
+
+# -- socket: the kernel's view of each connection --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    sender: str
+    receiver: str | None
+    series: Series
+    bytes_now: float
+    bytes_before: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.sender} -> {self.receiver or self.series.tag('peer')}"
+
+
+def links(c: Comparison) -> list[Link]:
+    """The connections between hosts that carry the job's bytes. Bytes a second now and before."""
+    by_address = addresses(c)
+    found = []
+    for host, series in c.series("diagnosd_socket", c.all_hosts, job=c.job.name):
+        peer = series.tag("peer") or ""
+        receiver = by_address.get(peer) or _the_other(c, host)
+        if peer in ("other", "127.0.0.1", "::1") or receiver == host:
+            continue
+        now, before = c.rate(series, "bytes_sent")
+        found.append(Link(host, receiver, series, now, before))
+    busiest = max((_either(link) for link in found), default=0.0)
+    return [link for link in found if busiest > 0 and _either(link) >= TALKS * busiest]
+
+
+def _either(link: Link) -> float:
+    return float(np.nan_to_num(link.bytes_before) or np.nan_to_num(link.bytes_now))
+
+
+def addresses(c: Comparison) -> dict[str, str]:
+    """Address of a host in the job's network to its name, as the ranks told them."""
+    return {address: info.host for info in c.job.ranks.values() for address in info.addresses}
+
+
+def _the_other(c: Comparison, host: str) -> str | None:
+    rest = set(c.all_hosts) - {host}
+    return rest.pop() if len(rest) == 1 else None
+
+
+def _of_links(
+    c: Comparison, name: str, sign: int, threshold: float, width: float, what: str, subtype: str
+) -> Iterator[Reading]:
+    for link in links(c):
+        now, before = c.gauge(link.series, name)
+        if _known(now, before) and before > 0:
+            how = strength(sign * _ratio(now, before), threshold, width)
+            text = f"{what} {now / before:.1f} times that before, on {link.name}"
+            yield Reading(f"host:{link.sender}", now, before, how, text, receiver=link.receiver, subtype=subtype)
+
+
+def rtt(c: Comparison) -> Iterator[Reading]:
+    """A queue on the way. Threshold 1.5: on the bed rtt varies by a third when nothing is wrong and rises 5-fold."""
+    yield from _of_links(c, "rtt", 1, log(1.5), 0.3, "round-trip time", "bandwidth")
+
+
+def send_queue(c: Comparison) -> Iterator[Reading]:
+    """The path takes the bytes more slowly than the rank hands them over; or the receiver does not read them."""
+    yield from _of_links(c, "send_queue", 1, log(1.6), 0.3, "send queue", "bandwidth")
+
+
+def window(c: Comparison) -> Iterator[Reading]:
+    """TCP halves its window at each loss: far fewer segments in flight is a path that loses."""
+    yield from _of_links(c, "cwnd", -1, log(1.6), 0.3, "congestion window", "packet_loss")
+
+
+def retransmits(c: Comparison) -> Iterator[Reading]:
+    """Share of segments sent twice. Relative, because bbr loses 1.5 to 3.5 % when all is well and cubic 0.2 %.
+
+    Twice as many, and 3 in 1000 more, which is what costs cubic a tenth of its rate at a millisecond.
+    """
+    for link in links(c):
+        now, before = (_resent(c, link, which) for which in (0, 1))
+        if not _known(now, before):
+            continue
+        how = min(strength(_ratio(now + 1e-4, before + 1e-4), log(2), 0.25), strength(now - before, 0.003, 0.001))
+        text = f"{now:.2%} of the segments sent twice, {before:.2%} before, on {link.name}"
+        yield Reading(f"host:{link.sender}", now, before, how, text, receiver=link.receiver, subtype="packet_loss")
+
+
+def _resent(c: Comparison, link: Link, which: int) -> float:
+    sent = (link.bytes_now, link.bytes_before)[which]
+    again = c.rate(link.series, "retransmits")[which]
+    return again * MSS / sent if _known(sent, again) and sent > 0 else nan
+
+
+def quiet_connections(c: Comparison) -> Iterator[Reading]:
+    """No sign of trouble on any connection. Then the network is an unlikely culprit."""
+    signs = [r.strength for row in (rtt, window, retransmits) for r in row(c)]
+    if len(signs) >= 3:
+        worst = max(signs)
+        yield Reading(
+            "job",
+            worst,
+            nan,
+            strength(-worst, -0.5, 0.5),
+            "no connection shows a longer path, a loss or a smaller window",
+        )
+
+
+def receive_queue(c: Comparison) -> Iterator[Reading]:
+    """Bytes that arrived and that the rank does not read: it is the rank that is slow, not the network.
+
+    Threshold: twice as many and 64 KiB more, a socket's usual first buffer.
+    """
+    for column in range(len(c.ranks)):
+        series = [s for s in c.of_rank("diagnosd_socket", column) if s.tag("peer") != "other"]
+        both = [c.gauge(s, "receive_queue") for s in series]
+        now, before = (float(np.nansum([pair[i] for pair in both])) for i in (0, 1))
+        if any(_known(*pair) for pair in both):
+            how = min(strength(_ratio(now + 1, before + 1), log(2), 0.3), strength(now - before, 65536, 32768))
+            text = f"{now / 1e3:.0f} kB arrived and lie unread, {before / 1e3:.0f} kB before"
+            yield Reading(f"rank:{c.ranks[column]}", now, before, how, text)
+
+
+# -- nic: the interfaces' counters -----------------------------------------------------------------------------------
+
+
+def carried(c: Comparison, host: str, name: str) -> tuple[float, float]:
+    """Bytes a second of the job's own, now and before, that a host sent (`bytes_sent`) or received; NaN: unknown."""
+    total, seen = np.zeros(2), False
+    for _, series in c.series("diagnosd_socket", (host,), job=c.job.name):
+        if series.tag("peer") in ("127.0.0.1", "::1"):
+            continue
+        rates = c.rate(series, name)
+        total += np.nan_to_num(rates)
+        seen |= _known(rates[0])
+    return (float(total[0]), float(total[1])) if seen else (nan, nan)
+
+
+def interfaces(c: Comparison, host: str) -> list[Series]:
+    """The host's network interfaces, without loopback and what only passes on (bridges, veths of containers)."""
+    skip = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali")
+    return [s for _, s in c.series("net", (host,)) if not (s.tag("interface") or "lo").startswith(skip)]
+
+
+def foreign_bytes(c: Comparison) -> Iterator[Reading]:
+    """Bytes on a host's interfaces that are not the job's: somebody else uses the link.
+
+    A third of the traffic, three times what it was: backups and monitoring stay far below on a training network.
+    """
+    for host in c.all_hosts:
+        for name, own_name, way in (("bytes_recv", "bytes_received", "into"), ("bytes_sent", "bytes_sent", "out of")):
+            own_now, own_before = carried(c, host, own_name)
+            rates = [c.rate(series, name) for series in interfaces(c, host)]
+            total_now, total_before = (float(np.nansum([rate[i] for rate in rates])) for i in (0, 1))
+            if not _known(own_now) or total_now <= 0:
+                continue
+            now = max(total_now - WIRE_OVER_PAYLOAD * own_now, 0.0)
+            before = max(total_before - WIRE_OVER_PAYLOAD * np.nan_to_num(own_before), 0.0) if c.before else 0.0
+            how = min(strength(now / total_now, 0.33, 0.1), strength(now, 3 * before, 0.3 * before + 1e6))
+            text = f"{now / 1e6:.0f} MB/s {way} the host are not this job's, beside its own {own_now / 1e6:.0f} MB/s"
+            yield Reading(f"host:{host}", now, before, how, text, receiver=host, subtype="neighbour_traffic")
+
+
+def bytes_a_step(c: Comparison) -> Iterator[Reading]:
+    """As many bytes a step as ever: the work did not grow. Within 15 %, which a change of the program exceeds."""
+    sent = [c.rate(series, "bytes_sent") for host in c.all_hosts for series in interfaces(c, host)]
+    now, before = (float(np.nansum([rate[i] for rate in sent])) for i in (0, 1))
+    if len(c.all_hosts) < 2 or now <= 0 or before <= 0:
+        return
+    per_now, per_before = now * c.step * c.slowdown, before * c.step
+    how = min(strength(-abs(_ratio(per_now, per_before)), -0.15, 0.05), 2.0)
+    yield Reading(
+        "job", per_now, per_before, how, f"{per_now / 1e6:.0f} MB sent a step, {per_before / 1e6:.0f} MB before"
+    )
+
+
+def drops(c: Comparison) -> Iterator[Reading]:
+    """Packets that an interface had to drop: more than one a second is no accident."""
+    for host in c.all_hosts:
+        for series in interfaces(c, host):
+            both = [np.add(c.rate(series, name), 0) for name in ("drop_in", "drop_out", "err_in")]
+            now, before = (float(np.nansum([pair[i] for pair in both])) for i in (0, 1))
+            if any(_known(pair[0]) for pair in both):
+                how = strength(now - 3 * before, 1.0, 1.0)
+                text = f"{now:.0f} packets a second dropped at {series.tag('interface')}"
+                yield Reading(f"nic:{host}/{series.tag('interface')}", now, before, how, text, receiver=host)
+
+
+# -- host: who got the processors ------------------------------------------------------------------------------------
+
+
+def throttled(c: Comparison) -> Iterator[Reading]:
+    """In this share of its periods a CPU quota held the rank back: 5 % (diagnosis.md 3); decisive from 30 %."""
+    for column in c.suspects:
+        for series in c.of_rank("diagnosd_process", column):
+            now, before = c.gauge(series, "throttled")
+            if _known(now):
+                rise = now - np.nan_to_num(before)
+                text = f"its CPU quota was used up in {now:.0%} of the periods"
+                decisive = rise > 0.3 and len(c.suspects) < len(c.ranks)
+                yield Reading(
+                    f"rank:{c.ranks[column]}",
+                    now,
+                    before,
+                    strength(rise, 0.05, 0.08),
+                    text,
+                    decisive,
+                    None,
+                    "cpu_quota",
+                )
+
+
+def _pressure(c: Comparison, resource: str, what: str) -> Iterator[Reading]:
+    for host, series in c.series("pressure", c.suspect_hosts, resource=resource, type="some"):
+        now, before = (rate / 1e6 for rate in c.rate(series, "total"))  # µs of stall a second
+        if _known(now):
+            rise = now - (before if _known(before) else 0.0)
+            text = f"tasks waited for {what} {now:.0%} of the time" + (
+                f", {before:.0%} before" if _known(before) else ""
+            )
+            yield Reading(f"host:{host}", now, before, strength(rise, 0.2, 0.1), text)
+
+
+def cpu_pressure(c: Comparison) -> Iterator[Reading]:
+    """PSI: some task wanted a processor and had none. 20 % more than before (diagnosis.md 3)."""
+    yield from _pressure(c, "cpu", "a processor")
+
+
+def steal(c: Comparison) -> Iterator[Reading]:
+    """The hypervisor gave the processors to somebody else: 2 % (diagnosis.md 3)."""
+    for host, series in c.series("cpu", c.suspect_hosts, cpu="cpu-total"):
+        now, before = (value / 100 for value in c.gauge(series, "usage_steal"))
+        if _known(now):
+            yield Reading(
+                f"host:{host}",
+                now,
+                before,
+                strength(now - np.nan_to_num(before), 0.02, 0.02),
+                f"{now:.0%} of the processors stolen",
+            )
+
+
+def preempted(c: Comparison) -> Iterator[Reading]:
+    """Involuntary switches of the rank: five times its own (diagnosis.md 3), and more than 20 a second."""
+    for column in c.suspects:
+        for series in c.of_rank("diagnosd_process", column):
+            now, before = c.rate(series, "involuntary_switches")
+            if _known(now, before):
+                how = min(strength(_ratio(now + 1, before + 1), log(5), 0.4), strength(now, 20, 10))
+                yield Reading(
+                    f"rank:{c.ranks[column]}",
+                    now,
+                    before,
+                    how,
+                    f"preempted {now:.0f} times a second, {before:.0f} before",
+                )
+
+
+def garbage(c: Comparison) -> Iterator[Reading]:
+    """Python's collector stopped the rank for as long as the steps lost: half of the loss."""
+    for column in c.suspects:
+        for series in c.of_rank("diagnosd_process", column):
+            now, before = c.rate(series, "gc_seconds")
+            if _known(now) and c.lost > 0:
+                share = (now - np.nan_to_num(before)) * c.step * c.slowdown / c.lost
+                text = f"{now:.0%} of the time in Python's garbage collector"
+                yield Reading(
+                    f"rank:{c.ranks[column]}",
+                    now,
+                    before,
+                    strength(share, 0.5, 0.15),
+                    text,
+                    False,
+                    None,
+                    "garbage_collection",
+                )
+
+
+# -- storage ---------------------------------------------------------------------------------------------------------
+
+
+def io_pressure(c: Comparison) -> Iterator[Reading]:
+    """PSI: some task waited for storage, 20 % of the time more than before (diagnosis.md 3)."""
+    for reading in _pressure(c, "io", "storage"):
+        yield _typed(reading, "slow_storage")
+
+
+def disk_wait(c: Comparison) -> Iterator[Reading]:
+    """Milliseconds a request took: five times its own (diagnosis.md 3), and more than a healthy SSD's, 5 ms."""
+    for host, series in c.series("diskio", c.suspect_hosts):
+        now, before = _await(c, series, 0), _await(c, series, 1)
+        if _known(now):
+            how = (
+                strength(now, 20, 10)
+                if not _known(before)
+                else min(strength(_ratio(now, before), log(5), 0.4), strength(now, 5, 3))
+            )
+            text = f"a request to {series.tag('name')} takes {now:.0f} ms"
+            yield Reading(f"host:{host}", now, before, how, text, False, None, "slow_storage")
+
+
+def _await(c: Comparison, series: Series, which: int) -> float:
+    names = ("reads", "writes", "read_time", "write_time")
+    reads, writes, reading, writing = (np.nan_to_num(c.rate(series, name)[which]) for name in names)
+    done = float(reads + writes)
+    return float(reading + writing) / done if done >= 0.2 else nan  # less than one in 5 s says nothing
+
+
+def uninterruptible(c: Comparison) -> Iterator[Reading]:
+    """The rank sleeps in state D: in the kernel, on storage."""
+    for column in c.suspects:
+        tags = {"job": c.job.name, "rank": str(c.ranks[column])}
+        latest = c.trace.latest(c.hosts[column], "diagnosd_process", "state", **tags)
+        if latest and latest[0] >= c.during[0] * 1e9 + c.trace.origin:
+            asleep = latest[1] == "D"
+            text = f"state {latest[1]}" + (": waits for storage in the kernel" if asleep else "")
+            yield Reading(
+                f"rank:{c.ranks[column]}",
+                float(asleep),
+                nan,
+                2.0 if asleep else -1.0,
+                text,
+                False,
+                None,
+                "slow_storage",
+            )
+
+
+# -- loader ----------------------------------------------------------------------------------------------------------
+
+
+def queue_empty(c: Comparison) -> Iterator[Reading]:
+    """The prefetch queue was empty when the step asked: in half of the steps, the loader sets the pace."""
+    for column in c.suspects:
+        if c.loads[column] and not isnan(c.empty[column]):
+            text = f"prefetch queue empty in {c.empty[column]:.0%} of the steps"
+            yield Reading(
+                f"rank:{c.ranks[column]}", float(c.empty[column]), 0.0, strength(c.empty[column], 0.5, 0.15), text
+            )
+
+
+def workers_busy(c: Comparison) -> Iterator[Reading]:
+    """The loader's workers compute all the time: they cannot go faster. 85 %, as they also hand over what they made."""
+    for column in c.suspects:
+        for series in c.of_rank("diagnosd_process", column):
+            now, _ = c.gauge(series, "cpu_workers")
+            workers = c.workers[column]
+            if _known(now, workers) and workers > 0 and c.loads[column]:
+                text = f"its {workers:.0f} loader workers use {now:.1f} processors"
+                yield Reading(
+                    f"rank:{c.ranks[column]}",
+                    now / workers,
+                    nan,
+                    strength(now / workers, 0.85, 0.05),
+                    text,
+                    False,
+                    None,
+                    "loader_cpu",
+                )
+
+
+# -- inventory: what was declared, and what is ------------------------------------------------------------------------
+
+
+def wrong_interface(c: Comparison) -> Iterator[Reading]:
+    """The job's bytes take an interface that is not of the declared fabric, while the fabric's carries none.
+
+    A hundredth: address resolution and routing protocols stay below it.
+    """
+    fabric = c.trace.cluster.fabric if c.trace.cluster else None
+    if fabric is None or not fabric.interfaces:
+        return
+    for host in c.all_hosts:
+        sent = {s.tag("interface") or "": float(np.nan_to_num(c.rate(s, "bytes_sent")[0])) for s in interfaces(c, host)}
+        inside = sum(rate for name, rate in sent.items() if name in fabric.interfaces)
+        outside = {name: rate for name, rate in sent.items() if name not in fabric.interfaces}
+        used = max(outside, key=lambda name: outside[name], default="")
+        if not used or not set(sent) & set(fabric.interfaces) or not _is_the_jobs(c, host, outside[used]):
+            continue
+        share = inside / max(inside + outside[used], 1e-9)
+        wrong = share < 0.01
+        names = ", ".join(sorted(set(sent) & set(fabric.interfaces)))
+        text = f"{host} sends {outside[used] / 1e6:.0f} MB/s over {used}, {inside / 1e6:.1f} over the fabric's {names}"
+        yield Reading(
+            f"nic:{host}/{used}", outside[used], inside, 3.0 if wrong else -3.0, text, wrong, None, "wrong_interface"
+        )
+
+
+def _is_the_jobs(c: Comparison, host: str, rate: float) -> bool:
+    """Whether an interface's bytes are mostly this job's: as its sockets say, else as many as its collectives need."""
+    own, _ = carried(c, host, "bytes_sent")
+    if isnan(own):
+        hosts = len(c.all_hosts)
+        seconds = c.step * c.slowdown
+        own = 2 * (hosts - 1) / hosts * c.sync_bytes / max(seconds, 1e-9) if _known(c.sync_bytes) else nan
+    return _known(own) and own > 0 and 0.5 <= rate / own <= 2
+
+
+def low_rate(c: Comparison) -> Iterator[Reading]:
+    """A port of the fabric came up slower than declared. A tenth less is a lane or a speed, not rounding."""
+    fabric = c.trace.cluster.fabric if c.trace.cluster else None
+    if fabric is None or not fabric.rate_gbps:
+        return
+    for host in c.all_hosts:
+        inventory = c.trace.inventory(host)
+        for nic in (inventory.nics if inventory else None) or ():
+            ours = nic.netdev in fabric.interfaces or nic.role == "compute"
+            if ours and nic.rate_gbps and nic.netns is None:
+                low = nic.rate_gbps < 0.9 * fabric.rate_gbps
+                name = f"{nic.device}/{nic.port}" if nic.device else nic.netdev
+                text = f"{name} runs at {nic.rate_gbps:g} Gbit/s, declared are {fabric.rate_gbps:g}"
+                how = 3.0 if low else -1.0
+                yield Reading(
+                    f"nic:{host}/{name}", nic.rate_gbps, fabric.rate_gbps, how, text, low, None, "link_rate_low"
+                )
+
+
+def socket_fallback(c: Comparison) -> Iterator[Reading]:
+    """NCCL says that it uses TCP sockets on a machine whose declared fabric is RDMA."""
+    fabric = c.trace.cluster.fabric if c.trace.cluster else None
+    rdma = fabric is not None and fabric.kind in ("infiniband", "roce", "efa")
+    for column in range(len(c.ranks)):
+        tags = {"job": c.job.name, "rank": str(c.ranks[column])}
+        latest = c.trace.latest(c.hosts[column], "diagnosd_nccl", "network", **tags)
+        if latest and (rdma or _has_rdma(c, c.hosts[column])):
+            fell = latest[1] == "Socket"
+            text = f"NCCL communicates over {latest[1]}"
+            yield Reading(
+                f"host:{c.hosts[column]}", float(fell), 0.0, 3.0 if fell else -3.0, text, fell, None, "socket_fallback"
+            )
+
+
+def _has_rdma(c: Comparison, host: str) -> bool:
+    inventory = c.trace.inventory(host)
+    return any(nic.device and nic.state == "ACTIVE" for nic in (inventory.nics if inventory else None) or ())
+
+
+def against_bound(c: Comparison) -> Iterator[Reading]:
+    """How many times as long as the declared fabric needs the transfer takes. Twice (bounds.HEALTHY)."""
+    least = least_transfer(c)
+    if least is None:
+        return
+    now = float(c.observed[PART["transfer"]])
+    text = f"the declared fabric would need {least:.3f} s a step, the transfer takes {now / least:.1f} times that"
+    yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text, False, None, "link_rate_low")
+
+
+def least_transfer(c: Comparison) -> float | None:
+    """Seconds that the declared fabric needs for the step's collective; None where it or the size is unknown."""
+    rate = bounds.line_rate(c.trace.cluster)
+    if rate is None or not _known(c.sync_bytes) or len(c.all_hosts) < 2:
+        return None
+    return bounds.all_reduce(c.sync_bytes, len(c.all_hosts), rate)
+
+
+def _decided(reading: Reading, decisive: bool) -> Reading:
+    return Reading(reading.subject, reading.observed, reading.expected, reading.strength, reading.text, decisive)
+
+
+def _typed(reading: Reading, subtype: str) -> Reading:
+    return Reading(
+        reading.subject, reading.observed, reading.expected, reading.strength, reading.text, False, None, subtype
+    )
+
+
+NETWORK_CAUSE, TOPOLOGY, STARVATION = "network_congestion", "topology_misconfiguration", "data_starvation"
+STRAGGLER, CHECKPOINT, HOST_STALL = "straggler", "checkpoint_stall", "host_stall"
+
+_PROBE = "Start the job with `diagnosd run`, so that the probe times its phases and collectives."
+_AGENT = "Run `diagnosd agent` on every host of the job."
+_PROCESS = "Let the probe report the rank's process (diagnosd_process): it needs Linux's /proc."
+DECLARE = "Declare the fabric in a cluster.toml ([fabric] kind, rate_gbps, interface) and pass it with --cluster."
+
+ROWS = (
+    Row("transfer", "timing", "s", transfer,
+        {NETWORK_CAUSE: 1, TOPOLOGY: 1, STARVATION: -0.6, STRAGGLER: -0.4, HOST_STALL: -0.6}, "probe", _PROBE),
+    Row("data wait", "timing", "s", data_wait,
+        {STARVATION: 1, NETWORK_CAUSE: -0.5, TOPOLOGY: -0.5, STRAGGLER: -0.5, HOST_STALL: -0.5}, "probe", _PROBE),
+    Row("compute of one rank", "timing", "s", compute_of_one,
+        {STRAGGLER: 1, HOST_STALL: -0.3, NETWORK_CAUSE: -0.3}, "probe", _PROBE),
+    Row("compute of every rank", "timing", "s", compute_of_all,
+        {HOST_STALL: 0.6, STRAGGLER: -1}, "probe", _PROBE, True),
+    Row("checkpoint", "timing", "s", checkpoint,
+        {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, "probe", _PROBE, True),
+    Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, "probe", _PROBE, True),
+    Row("from the first step", "timing", "", from_the_start, {TOPOLOGY: 1, NETWORK_CAUSE: -1}, "probe", _PROBE),
+    Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8, STRAGGLER: -0.2}, "socket", _PROBE, True),
+    Row("send queue", "socket", "bytes", send_queue, {NETWORK_CAUSE: 0.5}, "socket", _PROBE, True),
+    Row("congestion window", "socket", "segments", window,
+        {NETWORK_CAUSE: 0.6, STRAGGLER: -0.2}, "socket", _PROBE, True),
+    Row("retransmits", "socket", "share", retransmits, {NETWORK_CAUSE: 0.9, STRAGGLER: -0.2}, "socket", _PROBE, True),
+    Row("quiet connections", "socket", "", quiet_connections, {NETWORK_CAUSE: -0.4}, "socket", _PROBE, True),
+    Row("receive queue", "socket", "bytes", receive_queue,
+        {STRAGGLER: 0.6, HOST_STALL: 0.4, NETWORK_CAUSE: -0.6}, "socket", _PROBE, True),
+    Row("others' bytes", "nic", "bytes/s", foreign_bytes, {NETWORK_CAUSE: 1.2, TOPOLOGY: -0.3}, "net", _AGENT, True),
+    Row("bytes a step", "nic", "bytes", bytes_a_step, {NETWORK_CAUSE: 0.5, TOPOLOGY: 0.2}, "net", _AGENT),
+    Row("dropped packets", "nic", "1/s", drops, {NETWORK_CAUSE: 0.3}, "net", _AGENT, True),
+    Row("CPU quota", "host", "share", throttled,
+        {STRAGGLER: 1.2, HOST_STALL: 0.5, NETWORK_CAUSE: -1}, "process", _PROCESS, True),
+    Row("CPU pressure", "host", "share", cpu_pressure,
+        {HOST_STALL: 0.8, STRAGGLER: 0.4, NETWORK_CAUSE: -0.4, TOPOLOGY: -0.5}, "pressure", _AGENT, True),
+    Row("stolen CPU", "host", "share", steal,
+        {HOST_STALL: 0.6, STRAGGLER: 0.3, NETWORK_CAUSE: -0.2}, "cpu", _AGENT, True),
+    Row("preempted", "host", "1/s", preempted, {HOST_STALL: 0.4, STRAGGLER: 0.4}, "process", _PROCESS, True),
+    Row("garbage collection", "host", "share", garbage, {HOST_STALL: 1, STRAGGLER: -0.5}, "process", _PROCESS, True),
+    Row("storage pressure", "storage", "share", io_pressure,
+        {STARVATION: 0.6, CHECKPOINT: 0.6, HOST_STALL: 0.1}, "pressure", _AGENT, True),
+    Row("disk wait", "storage", "ms", disk_wait, {STARVATION: 0.5, CHECKPOINT: 0.5}, "diskio", _AGENT, True),
+    Row("asleep on storage", "storage", "", uninterruptible,
+        {STARVATION: 0.5, CHECKPOINT: 0.5}, "process", _PROCESS, True),
+    Row("prefetch queue", "loader", "share", queue_empty, {STARVATION: 1}, "probe", _PROBE),
+    Row("loader workers", "loader", "share", workers_busy, {STARVATION: 0.7}, "process", _PROCESS, True),
+    Row("interface", "inventory", "bytes/s", wrong_interface,
+        {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "cluster", DECLARE, True),
+    Row("port rate", "inventory", "Gbit/s", low_rate, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "cluster", DECLARE, True),
+    Row("NCCL network", "inventory", "", socket_fallback, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "nccl",
+        "Set NCCL_DEBUG=INFO, so that NCCL tells its transport.", True),
+    Row("declared fabric", "declared", "s", against_bound, {TOPOLOGY: 1}, "cluster", DECLARE),
+)  # fmt: skip
