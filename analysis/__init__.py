@@ -1,1 +1,81 @@
-"""Pure: points in, verdicts out. No clock, no input or output, no randomness."""
+"""Points in, diagnoses out. Pure: arrays and event time, no clock, no I/O, no randomness.
+
+analysis = Analysis("east", cluster)
+for points in source:
+    for document in analysis.feed(points): ...     # new revisions of diagnoses, telemetry.md 7
+analysis.finish(); analysis.summary()
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+from diagnosd.analysis import summary
+from diagnosd.analysis.ledger import Ledger
+from diagnosd.analysis.order import Order
+from diagnosd.analysis.trace import Trace
+from diagnosd.analysis.watch import Watch
+from diagnosd.documents import ClusterSpec
+from diagnosd.point import Point
+
+SECOND = 10**9
+
+
+class Analysis:
+    """Judges once a second of event time, at whole seconds, so that how the points were batched changes nothing."""
+
+    def __init__(self, cluster_name: str, cluster: ClusterSpec | None = None) -> None:
+        self.cluster_name = cluster_name
+        self.order = Order()
+        self.trace = Trace(cluster)
+        self.ledger = Ledger()
+        self.watches: dict[str, Watch] = {}
+        self._due = 0  # ns: the next whole second
+
+    def feed(self, points: Iterable[Point]) -> list[dict[str, Any]]:
+        """New revisions of diagnosis documents, in the order in which they were reached."""
+        return self._go_on(self.order.feed(points))
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The last words, after the last point."""
+        documents = self._go_on(self.order.finish()) + self._tick()
+        for name in sorted(self.watches):
+            documents += self.watches[name].finish(self.trace.now)
+        return documents
+
+    def summary(self) -> dict[str, Any]:
+        for name, watch in self.watches.items():
+            self.ledger.claim(name, watch.claims())
+        return {
+            "type": "summary",
+            "jobs": {job: summary.of_job(self.trace, self.ledger, job) for job in self.ledger.jobs},
+        }
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Of each job, for a live line: `steps`, `step_s`, and the causes that are suspected or confirmed (`open`)."""
+        return {name: watch.status() for name, watch in sorted(self.watches.items())}
+
+    def _go_on(self, points: list[Point]) -> list[dict[str, Any]]:
+        documents: list[dict[str, Any]] = []
+        times, done = [point.time for point in points], 0
+        while done < len(points):
+            if not self._due or times[done] >= self._due:
+                documents += self._tick()
+                self._due = times[done] // SECOND * SECOND + SECOND
+            until = bisect_right(times, self._due - 1, done)
+            part = points[done:until]
+            self.ledger.add(part)
+            self.trace.add(part)
+            done = until
+        return documents
+
+    def _tick(self) -> list[dict[str, Any]]:
+        documents: list[dict[str, Any]] = []
+        for name in [*self.trace.jobs]:
+            watch = self.watches.get(name)
+            if watch is None:
+                watch = self.watches[name] = Watch(self.cluster_name, self.trace, self.trace.jobs[name])
+            documents += watch.tick(self.trace.now)
+        return documents

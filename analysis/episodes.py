@@ -1,0 +1,290 @@
+"""A diagnosis over time: what was judged at one tick becomes an episode that lasts, and is told once.
+
+    suspected --holds--> confirmed --gone--> resolved --back--> confirmed
+        |                    |
+        +--gone, other--> withdrawn <--other--+
+
+`holds`: it has cost for PERSIST (steps and seconds) and the judgement stood; `gone`: the loss is below 2 % again;
+`other`: another cause explains the same loss, lastingly; `back`: the same cause returns within REJOIN seconds, which is
+the same episode. A suspicion is not told: what is withdrawn before it was confirmed was never said.
+
+An episode's id is a hash of what it is about and when it began, so that it is the same after a restart of the analysis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import isnan
+from typing import Any
+
+from diagnosd.analysis.causes import CAUSES
+from diagnosd.analysis.classify import Verdict
+from diagnosd.analysis.evidence import Evidence
+from diagnosd.analysis.summary import rfc3339
+
+TRANSITIONS: dict[str, dict[str, str]] = {
+    "suspected": {"holds": "confirmed", "gone": "withdrawn", "other": "withdrawn"},
+    "confirmed": {"gone": "resolved", "other": "withdrawn"},
+    "resolved": {"back": "confirmed"},
+    "withdrawn": {},
+    "latent": {"holds": "confirmed", "gone": "withdrawn"},
+}
+
+# Four steps tell a slowdown from a hiccup; five seconds hold one or two samples of what is read every 2 to 5 s.
+# Both together leave half of the 15 s in which an operator wants to be told.
+PERSIST_STEPS, PERSIST_S = 4, 5.0
+# `unknown` waits for the slower sensors: two samples of each at 5 s.
+UNKNOWN_STEPS, UNKNOWN_S = 10, 10.0
+UNKNOWN_COST = 0.10  # of the step: less, without a cause to act on, is no reason to bother anybody
+AGREED = 2  # ticks in a row that must have named the cause
+MISSED = 2  # ticks in a row that must not have named it, before a suspicion is dropped
+REPLACED = 10  # and before a confirmed cause gives way to another: evidence wavers for a sampling interval or two
+SUPERSEDED = 3  # unknown gives way sooner: any cause is better
+REJOIN_S = 900.0  # diagnosis.md 2.6: re-opening within 15 min joins the old episode
+REPEAT_S = 60.0  # figures alone are told again once a minute
+
+# By rate of loss, GPU-hours per hour (diagnosis.md 2.6): below 1 and mild nobody acts; 64 is eight machines lost.
+INFO_RATE, PAGE_RATE = 1.0, 64.0
+MILD = 1.3  # slowdown
+
+
+@dataclass(slots=True)
+class Episode:
+    """Times in ns of event time."""
+
+    origin: str  # past, peers, model, checkpoint, hang: which reference fired
+    verdict: Verdict
+    attempt: int
+    start: int
+    state: str = "suspected"
+    detected: int | None = None
+    end: int | None = None
+    id: str = ""
+    revision: int = 0
+    agreed: int = 0  # ticks in a row
+    missed: int = 0
+    lost: float = 0.0  # GPU-seconds
+    observed: float = 0.0  # seconds of the affected steps
+    expected: float = 0.0  # what they should have taken
+    step: float = 0.0  # expected seconds a step
+    gain: float = 0.0
+    ranks: int = 0
+    counted: int = -1  # cycles before this number are in the sums
+    told: dict[str, Any] = field(default_factory=dict)
+    told_at: int = 0
+
+    @property
+    def slowdown(self) -> float:
+        return self.observed / self.expected if self.expected > 0 else 1.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("suspected", "confirmed")
+
+    def pass_to(self, event: str) -> None:
+        self.state = TRANSITIONS[self.state][event]
+
+    def is_about(self, verdict: Verdict) -> bool:
+        return self.verdict.cause == verdict.cause
+
+
+class Episodes:
+    """The episodes of one job. Ask `changes` for the documents to tell."""
+
+    def __init__(self, cluster: str, job: str) -> None:
+        self.cluster, self.job = cluster, job
+        self.all: list[Episode] = []
+
+    def open(self, origin: str) -> list[Episode]:
+        return [e for e in self.all if e.is_open and e.origin == origin]
+
+    def observe(self, origin: str, verdicts: list[Verdict], start: int, now: int, attempt: int) -> list[Episode]:
+        """The judgement of this tick about a slowdown that began at `start`; returns the episodes it is about."""
+        touched = []
+        for verdict in verdicts:
+            episode = self._of(origin, verdict, start, now, attempt)
+            if episode is not None:
+                touched.append(episode)
+        for episode in self.open(origin):
+            if episode not in touched:
+                self._miss(episode, verdicts)
+        return touched
+
+    def _of(self, origin: str, verdict: Verdict, start: int, now: int, attempt: int) -> Episode | None:
+        same = [e for e in self.all if e.is_about(verdict) and e.attempt == attempt]
+        for episode in same:
+            if episode.is_open:
+                if episode.origin != origin:
+                    return None  # told already, by the reference that fired first
+                return self._agree(episode, verdict, start)
+        if verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
+            return None  # evidence that thins out does not undo what was confirmed
+        for episode in same:
+            if episode.state == "resolved" and episode.origin == origin and _near(episode, verdict, now):
+                episode.pass_to("back")
+                episode.end, episode.counted = None, -1
+                return self._agree(episode, verdict, episode.start)
+        episode = Episode(origin, verdict, attempt, start, agreed=1)
+        self.all.append(episode)
+        return episode
+
+    def _agree(self, episode: Episode, verdict: Verdict, start: int) -> Episode:
+        episode.agreed += 1
+        episode.missed = 0
+        if episode.state == "suspected":
+            episode.verdict, episode.start = verdict, start
+        elif verdict.confidence >= episode.verdict.confidence - 0.05:
+            episode.verdict = verdict  # places and figures may still sharpen
+        return episode
+
+    def _miss(self, episode: Episode, verdicts: list[Verdict]) -> None:
+        episode.agreed = 0
+        episode.missed += 1
+        if episode.state == "suspected":
+            if episode.missed >= MISSED:
+                episode.pass_to("other")
+                self.all.remove(episode)
+            return
+        other = [v for v in verdicts if v.cause != "unknown" and _same_loss(v, episode.verdict)]
+        if not other:
+            episode.missed = 0
+        elif episode.missed >= (SUPERSEDED if episode.verdict.cause == "unknown" else REPLACED):
+            episode.pass_to("other")
+
+    def confirm(self, episode: Episode, now: int, steps: int, *, at_once: bool = False) -> None:
+        """Tell it, if it has held for long enough and nothing that is told explains the same loss."""
+        unknown = episode.verdict.cause == "unknown"
+        if episode.state != "suspected" or episode.agreed < AGREED:
+            return
+        least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
+        lasted = steps >= least_steps and now - episode.start >= least_s * 1e9
+        cheap = unknown and episode.slowdown < 1 + UNKNOWN_COST
+        if (lasted or at_once) and not cheap and not self._explained(episode):
+            episode.pass_to("holds")
+            episode.detected = now
+            episode.id = self._id(episode)
+
+    def _explained(self, episode: Episode) -> bool:
+        return any(
+            other.state == "confirmed" and other is not episode and _same_loss(other.verdict, episode.verdict)
+            for other in self.open(episode.origin)
+        )
+
+    def gone(self, origin: str, end: int) -> None:
+        """The loss that this reference showed is over."""
+        for episode in self.open(origin):
+            was_told = episode.state == "confirmed"
+            episode.pass_to("gone")
+            episode.end = max(end, episode.start)
+            if not was_told:
+                self.all.remove(episode)
+
+    def latent(self, origin: str, verdict: Verdict, attempt: int) -> None:
+        """A finding that costs nothing now: told once, and an alert never."""
+        if any(e.is_about(verdict) and e.attempt == attempt for e in self.all):
+            return
+        episode = Episode(origin, verdict, attempt, 0, state="latent")
+        episode.id = self._id(episode)
+        self.all.append(episode)
+
+    def changes(self, now: int, *, final: bool = False) -> list[dict[str, Any]]:
+        """Documents that say something new; figures alone once a minute, and at the end."""
+        documents = []
+        for episode in self.all:
+            if episode.state == "suspected":
+                continue
+            document = self.document(episode)
+            told = {key: document.get(key) for key in _NEWS}
+            figures = document["lost_gpu_seconds"] != episode.told.get("lost_gpu_seconds")
+            due = final or now - episode.told_at >= REPEAT_S * 1e9
+            if any(told[key] != episode.told.get(key) for key in _NEWS) or (figures and due):
+                episode.revision += 1
+                episode.told = {**told, "lost_gpu_seconds": document["lost_gpu_seconds"]}
+                episode.told_at = now
+                documents.append({**document, "revision": episode.revision})
+        return documents
+
+    def document(self, episode: Episode) -> dict[str, Any]:
+        """telemetry.md 7; keys that do not apply are missing."""
+        verdict, costs = episode.verdict, episode.state != "latent"
+        document: dict[str, Any] = {
+            "type": "diagnosis",
+            "id": episode.id,
+            "revision": episode.revision,
+            "cluster": self.cluster,
+            "job": self.job,
+            "attempt": episode.attempt,
+            "cause": verdict.cause,
+            "subtype": verdict.subtype,
+            "state": episode.state,
+            "severity": severity(episode) if costs else "info",
+            "owner": verdict.owner,
+            "start": rfc3339(episode.start) if costs else None,
+            "detected": rfc3339(episode.detected) if costs and episode.detected is not None else None,
+            "end": rfc3339(episode.end) if costs and episode.end is not None else None,
+            "confidence": verdict.confidence,
+            "slowdown": round(episode.slowdown, 3) if costs else None,
+            "lost_gpu_seconds": round(episode.lost, 1) if costs else 0.0,
+            "fix_gain": round(episode.gain, 3) if costs else None,
+            "baseline": {"step_s": round(episode.step, 4), "from": reference(episode.origin)} if costs else None,
+            "locus": list(verdict.loci),
+        }
+        document = {key: value for key, value in document.items() if value is not None}
+        document["assets"] = [dict(asset) for asset in verdict.assets]
+        document["parent"] = None
+        document["victims"] = {"ranks": episode.ranks, "jobs": [self.job]}
+        document["sources"], document["missing"] = list(verdict.sources), list(verdict.missing)
+        document["evidence"] = [_evidence(one, verdict) for one in verdict.evidence]
+        document["alternatives"] = [
+            {"cause": other.cause, "confidence": other.confidence, "text": other.text} for other in verdict.alternatives
+        ]
+        return {**document, "next": verdict.next, "text": verdict.text}
+
+    def _id(self, episode: Episode) -> str:
+        about = (self.cluster, self.job, episode.attempt, episode.verdict.cause, episode.verdict.loci, episode.start)
+        return sha256(repr(about).encode()).hexdigest()[:12]
+
+
+# What makes a new revision at once.
+_NEWS = ("state", "severity", "subtype", "locus", "end")
+
+
+def _near(episode: Episode, verdict: Verdict, now: int) -> bool:
+    """Whether a cause that returns is the same episode: soon, and at a place that it shares."""
+    soon = episode.end is not None and now - episode.end <= REJOIN_S * 1e9
+    return soon and bool(set(episode.verdict.loci) & set(verdict.loci))
+
+
+def _same_loss(a: Verdict, b: Verdict) -> bool:
+    """Whether two verdicts explain the same part of the step; `unknown` is about all of it."""
+    return not a.claims or not b.claims or bool(set(a.claims) & set(b.claims))
+
+
+def reference(origin: str) -> str:
+    return origin if origin in ("peers", "model") else "past"
+
+
+def severity(episode: Episode) -> str:
+    """By the rate of loss in GPU-hours per hour; information where nobody would act on it."""
+    if episode.verdict.cause == "communication_bound":
+        return "info"
+    slowdown = max(episode.slowdown, 1.0)
+    rate = episode.ranks * (1 - 1 / slowdown)
+    if rate >= PAGE_RATE:
+        return "page"
+    return "info" if rate < INFO_RATE and slowdown < MILD else "ticket"
+
+
+def _evidence(one: Evidence, verdict: Verdict) -> dict[str, Any]:
+    reading = one.reading
+    supports = one.weight(verdict.cause) >= 0 if verdict.cause in CAUSES and verdict.claims else reading.strength > 0
+    document: dict[str, Any] = {"metric": one.row.metric, "subject": reading.subject}
+    document["observed"] = _rounded(reading.observed)
+    if not isnan(reading.expected):
+        document["expected"] = _rounded(reading.expected)
+    return {**document, "unit": one.row.unit, "supports": bool(supports), "text": reading.text}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
