@@ -1,0 +1,285 @@
+"""The node program: each collector is read on a thread of its own, and what comes goes through one ring to the sinks.
+
+The loop keeps time and nothing else: it reads no file and writes none, so that no device, disk or sink can stop the
+heartbeat. A collector that does not answer is left alone until it does; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+from diagnosd import __version__
+from diagnosd.collectors import COLLECTORS, Collector
+from diagnosd.collectors.steps import Steps
+from diagnosd.point import Point, encode, point
+from diagnosd.recording import RecordingError, Writer
+
+log = logging.getLogger("diagnosd.agent")
+
+TICK_S = 1.0
+# A point that comes later than the analysis's lateness of 3 s is not counted; a read of /proc takes under 1 ms.
+DEADLINE_S = 2.0
+STOP_S = 5.0  # from SIGTERM to the last byte (design.md 10)
+GATHER_S = 0.1  # a tick's reads end within some milliseconds of each other: one write for all of them
+RING = 200_000  # points, about 100 MB: some minutes of a busy node, for a disk that hesitates
+SELF_EVERY = 10  # ticks between two points about each collector; the heartbeat itself comes every tick
+
+
+class Batch(NamedTuple):
+    """Points of one read, encoded once."""
+
+    points: list[Point]
+    lines: bytes
+
+
+class Sink(Protocol):
+    """Fed from a thread of its own; may block."""
+
+    def take(self, batches: Sequence[Batch]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Ring:
+    """What waits for the sinks. When it is full the oldest goes, counted."""
+
+    def __init__(self, size: int = RING) -> None:
+        self.dropped = 0
+        self._size = size
+        self._held = 0
+        self._batches: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, batch: Batch) -> None:
+        with self._changed:
+            self._batches.append(batch)
+            self._held += len(batch.points)
+            while self._held > self._size:
+                lost = len(self._batches.popleft().points)
+                self._held -= lost
+                self.dropped += lost
+            self._changed.notify()
+
+    def take(self) -> list[Batch]:
+        """All that is there; waits for something. Nothing once it is closed and empty."""
+        with self._changed:
+            while not self._batches and not self._closed:
+                self._changed.wait()
+            if not self._closed:
+                self._changed.wait_for(lambda: self._closed, GATHER_S)
+            taken = list(self._batches)
+            self._batches.clear()
+            self._held = 0
+            return taken
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+class Lane:
+    """One collector on a thread of its own, so that one that hangs holds up nobody."""
+
+    def __init__(self, collector: Collector, put: Callable[[Batch], None]) -> None:
+        self.collector = collector
+        self.due = 0  # the tick of its next read
+        self.seconds = 0.0  # of its last read
+        self.up = True
+        self.abandoned = False
+        self._failures = 0
+        self._asked_at = 0.0  # monotonic
+        self._idle = threading.Event()
+        self._idle.set()
+        self._put = put
+        self._requests: SimpleQueue[int] = SimpleQueue()
+        threading.Thread(target=self._serve, name=collector.name, daemon=True).start()
+
+    @property
+    def errors(self) -> int:
+        return self._failures + self.collector.errors
+
+    def waited(self) -> float:
+        """Seconds since the read that is under way was asked for; 0 while none is."""
+        return 0.0 if self._idle.is_set() else time.monotonic() - self._asked_at
+
+    def idle(self, patience: float) -> bool:
+        """Whether its read ends within so many seconds, if one is under way; at once where it is abandoned."""
+        return self._idle.wait(0.0 if self.abandoned else max(0.0, patience))
+
+    def ask(self, now_ns: int) -> None:
+        self._asked_at = time.monotonic()
+        self._idle.clear()
+        self._requests.put(now_ns)
+
+    def _serve(self) -> None:
+        while True:
+            now_ns = self._requests.get()
+            began = time.perf_counter()
+            try:
+                points = self.collector.read(now_ns)
+                if points:
+                    self._put(Batch(points, encode(points)))
+            except (OSError, ValueError, LookupError) as error:  # a file that is not as it should be
+                self._failed(error)
+            else:
+                self.up = True
+            self.seconds = time.perf_counter() - began
+            self._idle.set()
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self.up:
+            log.warning("%s cannot be read now: %s: %s", self.collector.name, type(error).__name__, error)
+        self.up = False
+
+
+def recording_of(name: str, host: str) -> Path:
+    """The file for this host: the name itself, or HOST.lp.zst in it where it is a folder or ends in a slash."""
+    path = Path(name)
+    if not path.is_dir() and not name.endswith("/"):
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    return path / f"{host}.lp.zst"
+
+
+class Recorder:
+    """A recording as a sink: whole ticks, flushed as they come."""
+
+    def __init__(self, path: Path) -> None:
+        """RecordingError where it cannot be written. One that is there already is continued."""
+        self._path = path
+        self._writer = Writer(path, by=f"diagnosd {__version__}")
+        self._lost = 0
+
+    def take(self, batches: Sequence[Batch]) -> None:
+        try:
+            self._writer.write(b"".join(batch.lines for batch in batches))
+            self._writer.flush()
+        except RecordingError as error:
+            if not self._lost:
+                log.warning("%s; what comes meanwhile is not recorded", error)
+            self._lost += sum(len(batch.points) for batch in batches)
+
+    def close(self) -> None:
+        with suppress(RecordingError):  # what take() gave it is flushed already
+            self._writer.close()
+        if self._lost:
+            log.warning("%s lacks %d points that could not be written", self._path, self._lost)
+
+
+class Agent:
+    """`collectors` and `sinks` are made by the caller; `run` ends when `stop` is set and everything is written."""
+
+    def __init__(self, host: str, collectors: Iterable[Collector], sinks: Sequence[Sink]) -> None:
+        self._host = host
+        self._ring = Ring()
+        self._lanes = [Lane(collector, self._ring.put) for collector in collectors]
+        self._sinks = sinks
+        self._feeder = threading.Thread(target=self._feed, name="sinks", daemon=True)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._feeder.start()
+        began, tick = time.monotonic(), 0
+        while not stop.is_set():
+            self._tick(tick)
+            # After a pause (a stopped process, a sleeping machine) ticks are left out, not made up for.
+            tick = max(tick + 1, int((time.monotonic() - began) / TICK_S) + 1)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), began + tick * TICK_S - time.monotonic())
+        await asyncio.to_thread(self._finish)
+
+    def _tick(self, tick: int) -> None:
+        now_ns = time.time_ns()
+        points = self._heartbeat(now_ns, each=tick % SELF_EVERY == 0)
+        for lane in self._lanes:
+            if not lane.idle(0.0):
+                points += self._patience(lane, now_ns)
+            elif tick >= lane.due:
+                lane.due = tick + lane.collector.every
+                lane.abandoned = False
+                lane.ask(now_ns)
+        self._ring.put(Batch(points, encode(points)))
+
+    def _patience(self, lane: Lane, now_ns: int) -> list[Point]:
+        """One event when a read is past its deadline. The thread cannot be freed: nothing more is asked of it."""
+        if lane.abandoned or lane.waited() < DEADLINE_S:
+            return []
+        lane.abandoned, lane.up = True, False
+        text = f"{lane.collector.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
+        log.warning(text)
+        tags = {"host": self._host, "kind": "telemetry_gap", "subject": f"host:{self._host}"}
+        return [point("diagnosd_event", tags, {"text": text}, now_ns)]
+
+    def _heartbeat(self, now_ns: int, *, each: bool) -> list[Point]:
+        collectors = [lane.collector for lane in self._lanes]
+        fields = {
+            "up": 1,
+            "seconds": sum(lane.seconds for lane in self._lanes),
+            "errors": sum(lane.errors for lane in self._lanes),
+            "dropped": self._ring.dropped + sum(getattr(collector, "dropped", 0) for collector in collectors),
+            "cpu_seconds": time.process_time(),
+            "rss": _resident_bytes(),
+        }
+        points = [point("diagnosd_agent", {"host": self._host, "collector": "agent"}, fields, now_ns)]
+        if each:
+            points += [self._of_lane(lane, now_ns) for lane in self._lanes]
+        return points
+
+    def _of_lane(self, lane: Lane, now_ns: int) -> Point:
+        fields = {"up": int(lane.up), "seconds": lane.seconds, "errors": lane.errors}
+        return point("diagnosd_agent", {"host": self._host, "collector": lane.collector.name}, fields, now_ns)
+
+    def _feed(self) -> None:
+        while batches := self._ring.take():
+            for sink in self._sinks:
+                sink.take(batches)
+        for sink in self._sinks:
+            sink.close()
+
+    def _finish(self) -> None:
+        """What the collectors still hold is read, and everything accepted is written, within STOP_S."""
+        deadline = time.monotonic() + STOP_S
+        for lane in self._lanes:
+            if isinstance(lane.collector, Steps):
+                lane.collector.close()
+            if lane.idle(DEADLINE_S / 2):
+                lane.ask(time.time_ns())
+        for lane in self._lanes:
+            lane.idle(deadline - STOP_S / 2 - time.monotonic())
+        self._ring.close()
+        self._feeder.join(max(0.0, deadline - time.monotonic()))
+        if self._feeder.is_alive():
+            log.warning("not everything was written within %.0f s: a disk or a sink does not answer", STOP_S)
+
+
+def _resident_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def make(host: str, socket: Path, sinks: Sequence[Sink], more: Iterable[Collector] = ()) -> Agent:
+    """An agent with every collector of this machine. OSError where the socket cannot be had."""
+    return Agent(host, [Steps(host, socket), *(collector(host) for collector in COLLECTORS), *more], sinks)
+
+
+async def until_told(agent: Agent) -> None:
+    """Runs until SIGTERM, SIGINT or SIGHUP."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    await agent.run(stop)

@@ -1,0 +1,283 @@
+"""The node program: what hangs, what fails, what is full, and what is written when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diagnosd.agent import DEADLINE_S, Agent, Batch, Recorder, Ring, make, recording_of
+from diagnosd.collectors import Collector
+from diagnosd.collectors.steps import Steps
+from diagnosd.point import Point, Series, encode
+from diagnosd.recording import RecordingError, read
+
+ROOT = Path(__file__).parents[1]
+NOW = 1_700_000_000_000_000_000
+PATIENCE_S = 10.0
+
+
+class Odd:
+    """A place that is as a test wants it."""
+
+    every = 1
+    errors = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reads = 0
+        self.broken: Exception | None = None
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def read(self, now_ns: int) -> list[Point]:
+        self.reads += 1
+        self.answers.wait(PATIENCE_S)
+        if self.broken:
+            raise self.broken
+        return [Point(Series.of("net", host="n01", interface=self.name), {"bytes_sent": self.reads}, now_ns)]
+
+
+class Kept:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.lines = b""
+        self.closed = False
+
+    def take(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self.points += batch.points
+            self.lines += batch.lines
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def settle(agent: Agent) -> None:
+    for lane in agent._lanes:
+        lane.idle(PATIENCE_S)
+
+
+def ring_points(agent: Agent) -> list[Point]:
+    return [point for batch in agent._ring._batches for point in batch.points]
+
+
+def of(measurement: str, points: Sequence[Point]) -> list[Point]:
+    return [each for each in points if each.series.measurement == measurement]
+
+
+def heartbeat(points: Sequence[Point], collector: str = "agent") -> Point:
+    return [each for each in of("diagnosd_agent", points) if each.series.tag("collector") == collector][-1]
+
+
+def agent_of(*collectors: Collector, sinks: Sequence[Kept] = ()) -> Agent:
+    return Agent("n01", collectors, sinks)
+
+
+def test_every_tick_has_a_heartbeat_with_the_agents_own_cost() -> None:
+    agent = agent_of(Odd("eth0"))
+    for tick in range(3):
+        agent._tick(tick)
+    beats = [each for each in of("diagnosd_agent", ring_points(agent)) if each.series.tag("collector") == "agent"]
+    assert len(beats) == 3
+    assert set(beats[0].fields) == {"up", "seconds", "errors", "dropped", "cpu_seconds", "rss"}
+    assert beats[0].fields["cpu_seconds"] == pytest.approx(time.process_time(), abs=60)
+
+
+def test_a_collector_is_read_as_often_as_it_says() -> None:
+    slow, fast = Odd("slow"), Odd("fast")
+    slow.every = 10
+    agent = agent_of(slow, fast)
+    for tick in range(21):
+        agent._tick(tick)
+        settle(agent)
+    assert (slow.reads, fast.reads) == (3, 21)
+
+
+def test_a_collector_that_hangs_is_left_alone_and_the_others_go_on() -> None:
+    hanging, other = Odd("nfs"), Odd("eth0")
+    hanging.answers.clear()
+    agent = agent_of(hanging, other)
+    agent._tick(0)
+    agent._lanes[1].idle(PATIENCE_S)
+    agent._lanes[0]._asked_at -= DEADLINE_S
+    for tick in range(1, 5):
+        agent._tick(tick)
+        agent._lanes[1].idle(PATIENCE_S)
+    hanging.answers.set()
+    assert (hanging.reads, other.reads) == (1, 5)
+    (event,) = of("diagnosd_event", ring_points(agent))
+    assert event.series.tag("kind") == "telemetry_gap"
+    assert event.fields["text"] == "nfs has not answered for 2 s and is left alone until it does"
+
+
+def test_a_collector_that_answers_again_is_read_again() -> None:
+    collector = Odd("nfs")
+    collector.answers.clear()
+    agent = agent_of(collector)
+    agent._tick(0)
+    agent._lanes[0]._asked_at -= DEADLINE_S
+    agent._tick(1)
+    collector.answers.set()
+    agent._lanes[0]._idle.wait(PATIENCE_S)
+    agent._tick(10)
+    settle(agent)
+    assert collector.reads == 2
+    assert agent._lanes[0].up
+
+
+def test_a_file_that_is_not_as_it_should_be_costs_its_own_collector_this_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd, other = Odd("odd"), Odd("eth0")
+    odd.broken = IndexError("list index out of range")
+    agent = agent_of(odd, other)
+    for tick in range(3):
+        agent._tick(tick)
+        settle(agent)
+    agent._tick(10)
+    assert heartbeat(ring_points(agent), "odd").fields["up"] == 0
+    assert heartbeat(ring_points(agent), "odd").fields["errors"] == 3
+    assert heartbeat(ring_points(agent), "eth0").fields["up"] == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_full_ring_drops_the_oldest_and_counts() -> None:
+    ring = Ring(size=3)
+    for number in range(5):
+        point = Point(Series.of("mem", host="n01"), {"total": number}, NOW)
+        ring.put(Batch([point], encode([point])))
+    kept = [point.fields["total"] for batch in ring.take() for point in batch.points]
+    assert (kept, ring.dropped) == ([2, 3, 4], 2)
+
+
+def test_what_the_ring_dropped_is_in_the_heartbeat() -> None:
+    agent = agent_of()
+    agent._ring.dropped = 7
+    agent._tick(0)
+    assert heartbeat(ring_points(agent)).fields["dropped"] == 7
+
+
+def test_everything_accepted_reaches_every_sink_before_the_agent_ends() -> None:
+    sinks = [Kept(), Kept()]
+    collector = Odd("eth0")
+    agent = agent_of(collector, sinks=sinks)
+    stop = asyncio.Event()
+    stop.set()
+
+    async def brief() -> None:
+        await agent.run(stop)
+
+    asyncio.run(brief())
+    assert collector.reads == 1  # what it still held
+    assert sinks[0].lines == sinks[1].lines == encode(sinks[0].points)
+    assert len(of("net", sinks[0].points)) == 1
+    assert all(sink.closed for sink in sinks)
+
+
+def test_a_sink_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(Kept):
+        def take(self, batches: Sequence[Batch]) -> None:
+            threading.Event().wait()
+
+    agent = agent_of(Odd("eth0"), sinks=[Stuck()])
+    stop = asyncio.Event()
+    stop.set()
+
+    async def brief() -> None:
+        await asyncio.wait_for(agent.run(stop), PATIENCE_S)
+
+    asyncio.run(brief())
+    assert "a disk or a sink does not answer" in caplog.text
+
+
+def test_a_recording_holds_what_was_taken_as_soon_as_it_was_taken(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "n01.lp.zst")
+    point = Point(Series.of("mem", host="n01"), {"total": 1}, NOW)
+    recorder.take([Batch([point], encode([point]))])
+    assert [each for batch in read(tmp_path / "n01.lp.zst") for each in batch] == [point]
+    recorder.close()
+
+
+def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path / "n01.lp")
+    point = Point(Series.of("mem", host="n01"), {"total": 1}, NOW)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file may grow beyond it: EFBIG
+    try:
+        for _ in range(3):
+            recorder.take([Batch([point], encode([point]))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    recorder.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "lacks 3 points" in caplog.text
+
+
+def test_a_folder_holds_a_file_for_each_host(tmp_path: Path) -> None:
+    assert recording_of(f"{tmp_path}", "n01") == tmp_path / "n01.lp.zst"
+    assert recording_of(f"{tmp_path}/new/", "n01") == tmp_path / "new/n01.lp.zst"
+    assert recording_of(f"{tmp_path}/a.lp", "n01") == tmp_path / "a.lp"
+
+
+def test_a_recording_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="cannot be written"):
+        Recorder(tmp_path / "missing/n01.lp.zst")
+
+
+def in_a_fresh_interpreter(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout
+
+
+def test_the_agent_loads_neither_numpy_nor_the_analysis() -> None:
+    loaded = in_a_fresh_interpreter("import sys, diagnosd.agent; print(*sys.modules)").split()
+    assert "diagnosd.collectors.steps" in loaded
+    assert not [name for name in loaded if name == "numpy" or name.startswith("diagnosd.analysis")]
+
+
+AS_NOBODY = """
+import asyncio, concurrent.futures.thread, os, sys, time
+from pathlib import Path
+from diagnosd import agent
+from diagnosd.recording import read
+folder = Path(sys.argv[1])
+folder.chmod(0o777)
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+async def brief():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(1.5, stop.set)
+    await agent.make("n01", folder / "probe.sock", [agent.Recorder(folder / "n01.lp.zst")]).run(stop)
+asyncio.run(brief())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_nobody_can_run_the_agent_and_every_collector_answers(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, tmp_path], capture_output=True, text=True, check=False, cwd=ROOT)
+    points = [each for batch in read(tmp_path / "n01.lp.zst") for each in batch]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert heartbeat(points).fields["errors"] == 0
+    measurements = {each.series.measurement for each in points}
+    assert {"net", "nstat", "cpu", "mem", "diagnosd_clock", "diagnosd_node", "diagnosd_agent"} <= measurements
+
+
+def test_an_agent_has_every_collector_and_the_probes_socket(tmp_path: Path) -> None:
+    agent = make("n01", tmp_path / "probe.sock", [])
+    steps = agent._lanes[0].collector
+    assert isinstance(steps, Steps)
+    steps.close()
+    names = [lane.collector.name for lane in agent._lanes]
+    assert names == ["steps", "net", "nstat", "cpu", "mem", "pressure", "diskio", "clock", "node"]
