@@ -12,7 +12,9 @@ Of a job's part of the summary, besides `steps`, `gpu_ns` and `ledger_ns`, these
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from math import floor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 LABEL = 12  # columns of `  evidence  `
-BAR = 24
+BAR = 20
 
 
 class Span(NamedTuple):
@@ -35,14 +37,14 @@ Document = Mapping[str, Any]
 _WORDS: Mapping[str, str] = {
     "unknown": "slower, cause unknown",
     "useful": "model FLOPs at peak",
-    "other_by_design": "training, nothing speaks against it",
-    "communication_by_design": "communication, nothing speaks against it",
+    "other_by_design": "training (no loss found)",
+    "communication_by_design": "communication (no loss found)",
     "init": "before the first step",
     "rolled_back": "rolled back",
     "eval": "evaluation",
     "checkpoint": "checkpoints",
 }
-_REFERENCE = {"past": "as before", "peers": "as its peers", "model": "as the model says"}
+_REFERENCE = {"past": "before", "peers": "at its peers", "model": "by the model"}
 _OWNER = {"job": "the job's owner", "config": "whoever configured it", "node": "the node's owner"}
 
 
@@ -55,7 +57,9 @@ def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
     withdrawn = [d for d in documents if d.get("state") == "withdrawn"]
     if withdrawn:
         lines += [*_field("withdrawn", "; ".join(sentence(d) for d in withdrawn), "quiet"), ()]
-    troubled = {d.get("job") for d in told if d.get("state") != "latent" and d.get("cause") != "communication_bound"}
+    troubled = {
+        _string(d, "job") for d in told if d.get("state") != "latent" and d.get("cause") != "communication_bound"
+    }
     jobs = _mapping(summary.get("jobs"))
     for name, job in jobs.items():
         if name not in troubled:
@@ -86,8 +90,8 @@ def verdict(document: Document) -> list[Line]:
 def sentence(document: Document) -> str:
     """One sentence, for an alert's subject or a live line."""
     slower = _slowdown(document)
-    since = _clock(_time(document.get("start")))
-    parts = [_headline(document), f"steps {slower}" if slower else "", f"since {since}" if since else ""]
+    since = _time(document.get("start"))
+    parts = [_headline(document), slower, f"since {_clock(since)} UTC" if since else ""]
     return ", ".join(part for part in parts if part)
 
 
@@ -113,20 +117,24 @@ def no_finding(name: str, job: Document) -> list[Line]:
 
 def account(name: str, job: Document) -> list[Line]:
     """Where a job's GPU time went: rows that add up, as printed."""
-    total, ledger = _number(job, "gpu_ns"), _mapping(job.get("ledger_ns"))
-    steps = _number(job, "steps") or 0
+    total, steps, ledger = _number(job, "gpu_ns"), _number(job, "steps") or 0, _mapping(job.get("ledger_ns"))
+    head = f"Job {clean(name)}: {steps:,.0f} steps"
     if not total or not ledger:
-        return _cut([Span(f"Job {name}: {steps:,.0f} steps")])
-    lines = _cut([Span(f"Job {name}: {steps:,.0f} steps, {gpu_time(total / 1e9)}, and where it went")])
+        return _cut([Span(head)])
+    unit, unit_ns, places = ("GPU-hours", 36 * 10**9, 2) if total >= 1e13 else ("GPU-seconds", 10**8, 1)
     rows = sorted(((ns, code) for code, ns in ledger.items() if isinstance(ns, int) and ns), reverse=True)
-    shares = _rounded([ns for ns, _ in rows], 1000, total)
-    for (ns, code), share in zip(rows, shares, strict=True):
-        bar = "█" * round(BAR * max(0, ns) / total)
-        role = "against" if code in _LOSSES else ""
-        lines += _cut([Span(f"  {share / 10:6.1f} %  "), Span(f"{bar:<{BAR}}  ", role), Span(words(code))])
-    if sum(ns for ns, _ in rows) != total:
-        lines += _cut([Span(f"  adds up to {sum(ns for ns, _ in rows)} ns of {total:.0f} ns", "against")])
-    return lines
+    parts = [ns for ns, _ in rows]
+    amounts, shares = (_rounded(parts, per / total) for per in (total / unit_ns, 1000))
+    lines = [*_cut([Span(f"{head}, and where its time went")]), *_cut([Span(f"{unit:>13}     share", "label")])]
+    for amount, share, (ns, code) in zip(amounts, shares, rows, strict=True):
+        if not amount and not share:
+            continue
+        figures = f"{amount / 10**places:>13,.{places}f}  {share / 10:6.1f} %  "
+        bar = "█" * round(BAR * min(1.0, max(0, ns) / total)) or "▏"
+        lines += _cut([Span(figures), Span(f"{bar:<{BAR}} ", "against" if code in _LOSSES else ""), Span(words(code))])
+    in_all = f"{sum(amounts) / 10**places:>13,.{places}f}  {sum(shares) / 10:6.1f} %"
+    odd = "" if sum(parts) == total else f"  but {total:.0f} ns were to be accounted for"
+    return lines + _cut([Span(in_all, "label"), Span(odd, "against")])
 
 
 def live(name: str, job: Document, documents: Sequence[Document]) -> str:
@@ -161,12 +169,15 @@ def seconds(value: float) -> str:
     for limit, scale, unit in ((1e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (100, 1, "s")):
         if value < limit:
             return f"{digits(value * scale)} {unit}"
-    for big, small, names in ((3600, 60, ("min", "s")), (86400, 3600, ("h", "min")), (float("inf"), 86400, ("d", "h"))):
-        per = {60: 1, 3600: 60, 86400: 3600}[small]
-        whole, rest = divmod(round(value / per), small // per)
-        if value < big:
-            return f"{whole} {names[0]} {rest} {names[1]}" if rest else f"{whole} {names[0]}"
-    raise AssertionError(value)  # unreachable: the last limit is infinite
+    minutes, hours = round(value / 60), round(value / 3600)
+    if round(value) < 3600:
+        return _two(round(value), 60, "min", "s")
+    return _two(minutes, 60, "h", "min") if minutes < 24 * 60 else _two(hours, 24, "d", "h")
+
+
+def _two(count: int, base: int, big: str, small: str) -> str:
+    whole, rest = divmod(count, base)
+    return f"{whole:,} {big} {rest} {small}" if rest else f"{whole:,} {big}"
 
 
 def gpu_time(value: float) -> str:
@@ -185,10 +196,12 @@ def digits(value: float) -> str:
 
 def figure(value: object, unit: str) -> str:
     """A value with its unit, as people say it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
         return "" if value is None else clean(str(value))
     if not abs(value) < 1e18:  # NaN and infinities too
-        return clean(str(value))
+        return "unknown"
     if unit == "s":
         return seconds(value)
     if unit in _SCALED:
@@ -222,15 +235,14 @@ def _magnitude(value: float) -> int:
     return int(f"{value:e}".split("e")[1])
 
 
-def _rounded(parts: Sequence[int], units: int, total: float) -> list[int]:
-    """Each part in `units` of the total, rounded so that they add up as the parts do (largest remainder)."""
-    exact = [part * units / total for part in parts]
-    floors = [int(share // 1) for share in exact]
-    missing = round(sum(exact)) - sum(floors)
-    by_remainder = sorted(range(len(parts)), key=lambda n: (floors[n] - exact[n], n))
-    for n in by_remainder[: max(0, missing)]:
-        floors[n] += 1
-    return floors
+def _rounded(parts: Sequence[int], scale: float) -> list[int]:
+    """Each part times `scale`, rounded so that they add up to their sum, rounded (largest remainder)."""
+    exact = [part * scale for part in parts]
+    whole = [floor(value) for value in exact]
+    missing = round(sum(exact)) - sum(whole)
+    for n in sorted(range(len(parts)), key=lambda n: (whole[n] - exact[n], n))[:missing]:
+        whole[n] += 1
+    return whole
 
 
 # -- the pieces of a verdict ------------------------------------------------------------------------------------------
@@ -256,7 +268,8 @@ def _headline(document: Document) -> str:
     cause = words(_string(document, "cause") or "no cause given")
     subtype = _string(document, "subtype")
     loci = [place(locus) for locus in _sequence(document.get("locus")) if isinstance(locus, str)]
-    where = f" at {', '.join(loci[:3])}{f' and {len(loci) - 3} more' if len(loci) > 3 else ''}" if loci else ""
+    more = f" and {len(loci) - 3} more" if len(loci) > 3 else ""
+    where = f" at {', '.join(loci[:3])}{more}" if loci and loci != [place("job")] else ""
     head = f"{cause}{f' ({words(subtype)})' if subtype else ''}{where}"
     return head[:1].upper() + head[1:]
 
@@ -267,7 +280,7 @@ def _job(document: Document) -> str:
     parts = [
         _string(document, "job"),
         f"attempt {attempt:.0f}" if attempt else "",
-        f"{ranks:,.0f} rank{'s' if ranks != 1 else ''} slower for it" if ranks else "",
+        f"slows {ranks:,.0f} rank{'s' if ranks != 1 else ''}" if ranks else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -280,7 +293,7 @@ def _slowdown(document: Document) -> str:
     step = _number(baseline, "step_s")
     text = f"{digits(slowdown)} x"
     if step is not None:
-        text += f": {seconds(step * slowdown)} instead of {seconds(step)}"
+        text += f": {seconds(step * slowdown)} a step instead of {seconds(step)}"
         source = _REFERENCE.get(_string(baseline, "from"))
         text += f" {source}" if source else ""
     return text
@@ -290,11 +303,10 @@ def _when(document: Document) -> str:
     start, end, told = (_time(document.get(key)) for key in ("start", "end", "detected"))
     if start is None:
         return "present, and costs nothing now" if document.get("state") == "latent" else ""
-    text = _date(start)
     if end is not None:
-        text += f" to {_clock(end)} ({seconds((end - start).total_seconds())})"
+        text = f"{_span(start, end)} ({seconds((end - start).total_seconds())})"
     else:
-        text += ", still going on"
+        text = f"since {_date(start)} UTC, still going on"
     if told is not None:
         text += f"; told {seconds((told - start).total_seconds())} after the onset"
     return text
@@ -303,7 +315,7 @@ def _when(document: Document) -> str:
 def _cost(document: Document) -> str:
     lost, gain = _number(document, "lost_gpu_seconds"), _number(document, "fix_gain")
     parts = [f"{gpu_time(lost)} lost" if lost is not None else ""]
-    if gain is not None:
+    if gain is not None and document.get("cause") != "unknown":
         parts.append(f"repairing this alone would save {digits(100 * gain)} % of the step time")
     return "; ".join(part for part in parts if part)
 
@@ -386,7 +398,7 @@ def _watched(job: Document) -> str:
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else f" on {hosts[0]}" if hosts else ""
     text = ", ".join(part for part in (f"{who}{on}".strip(), f"{steps:,.0f} steps") if part)
     if start is not None and end is not None:
-        text += f" in {seconds((end - start).total_seconds())}, {_date(start)} to {_clock(end)}"
+        text += f" in {seconds((end - start).total_seconds())}, {_span(start, end)}"
     return text
 
 
@@ -516,9 +528,14 @@ def _time(value: object) -> datetime | None:
     return moment.astimezone(UTC)
 
 
-def _clock(moment: datetime | None) -> str:
-    return f"{moment:%H:%M:%S} UTC" if moment else ""
+def _clock(moment: datetime) -> str:
+    return f"{moment:%H:%M:%S}"
 
 
 def _date(moment: datetime) -> str:
-    return f"{moment.day} {moment:%b %Y %H:%M:%S} UTC"
+    return f"{moment.day} {moment:%b %Y} {_clock(moment)}"
+
+
+def _span(start: datetime, end: datetime) -> str:
+    same = start.date() == end.date()
+    return f"{_date(start)} to {_clock(end) if same else _date(end)} UTC"

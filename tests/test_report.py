@@ -1,0 +1,135 @@
+"""The words of a verdict. tests/report/NAME.json holds documents and a summary, NAME.txt what a reader must see.
+
+To look at changed wording: `python -m tests.test_report` writes the texts anew; read the diff before committing it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosd.analysis import report
+
+CASES = sorted((Path(__file__).parent / "report").glob("*.json"))
+
+
+def told(case: Path) -> str:
+    asked = json.loads(case.read_text())
+    return report.plain(report.whole(asked["documents"], asked["summary"]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+def test_a_reader_sees(case: Path) -> None:
+    assert told(case) == case.with_suffix(".txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 us"), (4.5e-5, "45 us"), (0.1834, "183 ms"), (0.9996, "1 s"), (1.9249, "1.92 s"), (99.94, "99.9 s"),
+        (298, "4 min 58 s"),
+        (120, "2 min"), (3599.9, "1 h"), (7500, "2 h 5 min"), (90_000, "1 d 1 h"), (-0.02, "-20 ms"),
+    ],
+)  # fmt: skip
+def test_durations_are_humane(value: float, text: str) -> None:
+    assert report.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (24.1e6, "bytes/s", "24.1 MB/s"), (4e11, "bit/s", "400 Gbit/s"), (0.043, "share", "4.3 %"),
+        (41234, "1/s", "41,234 1/s"), (0.0123456, "", "0.0123"), (None, "s", ""), ("Socket", "", "Socket"),
+        (True, "", "yes"), (float("nan"), "s", "unknown"),
+    ],
+)  # fmt: skip
+def test_figures_carry_their_unit(value: object, unit: str, text: str) -> None:
+    assert report.figure(value, unit) == text
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=200),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=30), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = (
+    "job", "attempt", "cause", "subtype", "state", "severity", "owner", "start", "detected", "end", "confidence",
+    "slowdown", "lost_gpu_seconds", "fix_gain", "baseline", "locus", "assets", "victims", "sources", "missing",
+    "evidence", "alternatives", "next", "text", "id",
+)  # fmt: skip
+names = st.text(min_size=1, max_size=120)
+rows = st.fixed_dictionaries(
+    {},
+    optional={
+        "metric": names, "subject": names, "observed": anything, "expected": anything, "unit": names,
+        "supports": st.booleans(), "text": names, "cause": names, "confidence": st.floats(),
+    },
+)  # fmt: skip
+documents = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(KEYS, anything),
+        **dict.fromkeys(("evidence", "alternatives"), st.lists(rows, max_size=3) | anything),
+        "locus": st.lists(names, max_size=5) | anything,
+        "slowdown": st.floats(0, 1e6) | anything,
+        "baseline": st.fixed_dictionaries({"step_s": st.floats(0, 1e6), "from": names}) | anything,
+    },
+)
+jobs = st.fixed_dictionaries(
+    {},
+    optional={
+        "steps": st.integers(0, 10**12) | anything,
+        "gpu_ns": st.integers(0, 10**20) | anything,
+        "ledger_ns": st.dictionaries(names, st.integers(-(10**18), 10**18)) | anything,
+        "step_s": st.floats() | anything,
+        **dict.fromkeys(("hosts", "sources"), st.lists(names) | anything),
+        **dict.fromkeys(("start", "end", "ranks"), anything),
+    },
+)
+
+
+@given(st.lists(documents, max_size=3), st.dictionaries(names, jobs, max_size=3))
+def test_no_document_breaks_the_page(found: list[dict[str, object]], seen: dict[str, object]) -> None:
+    """Whatever is missing, long, or of another type: at most 80 columns, and no control character."""
+    text = report.plain(report.whole(found, {"jobs": seen}))
+    for line in text.split("\n"):
+        assert report.width(line) <= report.WIDTH
+        assert line.isprintable() or not any(ord(character) < 32 or ord(character) == 127 for character in line)
+    for name, job in seen.items():
+        line = report.live(name, job if isinstance(job, dict) else {}, found)
+        assert report.width(line) < report.WIDTH
+        assert "\n" not in line
+
+
+@given(st.lists(st.integers(1, 10**15), min_size=1, max_size=12))
+def test_the_printed_rows_of_an_account_add_up_to_the_printed_total(parts: list[int]) -> None:
+    ledger = {f"class_{n}": ns for n, ns in enumerate(parts)}
+    lines = report.plain(report.account("j", {"steps": 1, "gpu_ns": sum(parts), "ledger_ns": ledger})).splitlines()
+    figures = [line.split()[:2] for line in lines[2:]]
+    amounts = [float(amount.replace(",", "")) for amount, _ in figures]
+    shares = [float(share) for _, share in figures]
+    assert sum(amounts[:-1]) == pytest.approx(amounts[-1], abs=1e-6)
+    assert sum(shares[:-1]) == pytest.approx(100)
+    assert shares[-1] == 100
+
+
+def test_episodes_come_in_the_order_of_their_cost_and_latent_ones_last() -> None:
+    text = told(Path(__file__).parent / "report" / "several.json")
+    heads = ("Network congestion at", "Data starvation", "Topology misconfiguration", "Nothing found in job quiet")
+    places = [text.index(head) for head in heads]
+    assert places == sorted(places)
+
+
+def test_a_name_cannot_reach_the_terminal_as_a_control_sequence() -> None:
+    text = report.plain(report.verdict({"cause": "straggler", "locus": ["host:n1\x1b[2J\r\nroot"], "job": "a\u202eb"}))
+    assert not {"\x1b", "\r", "\u202e"} & set(text)
+    assert text.splitlines()[0] == "Straggler at host n1 [2J root"
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        each.with_suffix(".txt").write_text(told(each))
