@@ -1,0 +1,64 @@
+"""Field values a second that codec and reader manage on one core: `python -m tests.benchmarks.codec`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import TYPE_CHECKING
+
+from diagnosd import recording
+from diagnosd.point import Decoder, encode
+from tests.benchmarks.mix import mix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS = 5
+TICK = 200  # points encoded at a time: what an agent on a busy node gathers in a second
+
+
+def rate(values: int, work: Callable[[], object]) -> float:
+    """Values a second, the median of some rounds."""
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = process_time()
+        work()
+        seconds.append(process_time() - begin)
+    return values / median(seconds)
+
+
+def main() -> None:
+    points = list(mix())
+    count = Counter[str]()
+    for each in points:
+        count[each.series.measurement] += len(each.fields)
+    values = count.total()
+    ticks = [points[at : at + TICK] for at in range(0, len(points), TICK)]
+    lines = [encode(tick) for tick in ticks]
+    print(
+        f"{len(points)} points, {values} values, {sum(map(len, lines))} bytes:",
+        ", ".join(f"{n} {c}" for n, c in count.items()),
+    )
+
+    def decode() -> None:
+        decoder = Decoder()
+        for chunk in lines:
+            decoder.feed(chunk)
+
+    print(f"encode  {rate(values, lambda: [encode(tick) for tick in ticks]) / 1e6:5.2f} M field values/s")
+    print(f"decode  {rate(values, decode) / 1e6:5.2f} M field values/s")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mix.lp.zst"
+        with recording.Writer(path) as writer:
+            for chunk in lines:
+                writer.write(chunk)
+                writer.flush()
+        read = rate(values, lambda: [len(batch) for batch in recording.read(path)])
+        print(f"read    {read / 1e6:5.2f} M field values/s from {path.stat().st_size} bytes of zstd")
+
+
+if __name__ == "__main__":
+    main()
