@@ -46,7 +46,7 @@ H, H_NOISY = 14.0, 16.0  # of D2; diagnosis.md 2.2 gives 0.6 to 4.2 false events
 NOISY = 0.04  # above this scatter D2 looks for longer
 SAME_WORK = 0.02  # works closer than this are one batch size: a dropped sample is no new regime
 KEEP = 2048
-_LOOK_BACK = 100  # rows in which an onset is looked for
+LOOK_BACK = 100  # rows in which an onset is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Baseline:
 
     def alarm(self, reference: Reference, since: int) -> Alarm | None:
         """The first of the rules that fires on the rows from `since` on, strongest channel first."""
-        numbers = self.usable(max(since, self._regime, self.count - 2 * _LOOK_BACK))[-_LOOK_BACK:]
+        numbers = self.usable(max(since, self._regime, self.count - 2 * LOOK_BACK))[-LOOK_BACK:]
         if len(numbers) < 4:
             return None
         excess = reference.excess(self.rows(numbers), self.work(numbers))

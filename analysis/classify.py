@@ -135,7 +135,7 @@ def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evid
     loci, columns, link = _where(c, cause.code, evidence)
     subtype = _subtype(cause, evidence)
     kind = cause.subtypes.get(subtype) if subtype else None
-    told = [one for one in evidence if abs(one.weight(cause.code)) >= 0.3]
+    told = [one for one in evidence if _speaks(one, cause.code)]
     rivals = tuple(
         Alternative(other.cause.code, round(other.probability, 3), _against(c, other, evidence))
         for other in cases
@@ -161,7 +161,7 @@ def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evid
 def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
     first, second = cases[0], cases[1]
     codes = (first.cause.code, second.cause.code)
-    told = [one for one in evidence if one.row.group == "timing" or abs(one.weight(codes[0])) >= SUPPORTS]
+    told = [one for one in evidence if one.reading.strength > 0 or _speaks(one, codes[0])]
     return Verdict(
         "unknown",
         None,
@@ -185,6 +185,12 @@ def next_measurement(first: Cause, second: Cause, missing: list[Row]) -> str:
         return f"To tell {first.title} from {second.title}: {first.next}"
     row = max(missing, key=lambda row: (apart[row.metric], row.metric))
     return f"To tell {first.title} from {second.title}, {row.metric} is not measured. {row.advice}"
+
+
+def _speaks(one: Evidence, cause: str) -> bool:
+    """Whether a reader should see it: a deviation that supports the cause, or whatever speaks against it."""
+    weight = one.weight(cause)
+    return weight <= -0.3 or (weight >= 0.3 and one.reading.strength > 0)
 
 
 def _shown(told: list[Evidence], cause: str, loci: tuple[str, ...]) -> tuple[Evidence, ...]:
@@ -427,7 +433,8 @@ def hanging(trace: Trace, job: Job, still: float, usual: float) -> Verdict | Non
             phases[info.rank] = str(latest[1])
     if set(phases.values()) & {"checkpoint", "eval", "compile"}:
         return None
-    behind = sorted(rank for rank, phase in phases.items() if phase not in ("collective", "comm"))
+    # A backward pass waits too: DDP's collectives run inside of it.
+    behind = sorted(rank for rank, phase in phases.items() if phase not in ("collective", "comm", "backward"))
     suspects = behind if 0 < len(behind) < len(job.ranks) else []
     loci = tuple(f"rank:{rank}" for rank in suspects) or ("job",)
     cause = CAUSES["hang"]

@@ -49,6 +49,15 @@ INFO_RATE, PAGE_RATE = 1.0, 64.0
 MILD = 1.3  # slowdown
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A verdict, when what it is about began (ns), and the number of the cycle that began then."""
+
+    verdict: Verdict
+    start: int
+    row: int
+
+
 @dataclass(slots=True)
 class Episode:
     """Times in ns of event time."""
@@ -57,12 +66,13 @@ class Episode:
     verdict: Verdict
     attempt: int
     start: int
+    row: int  # number of the first cycle
     state: str = "suspected"
     detected: int | None = None
     end: int | None = None
     id: str = ""
     revision: int = 0
-    agreed: int = 0  # ticks in a row
+    agreed: int = 1  # ticks in a row
     missed: int = 0
     lost: float = 0.0  # GPU-seconds
     observed: float = 0.0  # seconds of the affected steps
@@ -70,7 +80,7 @@ class Episode:
     step: float = 0.0  # expected seconds a step
     gain: float = 0.0
     ranks: int = 0
-    counted: int = -1  # cycles before this number are in the sums
+    counted: int = 0  # cycles before this number are in the sums
     told: dict[str, Any] = field(default_factory=dict)
     told_at: int = 0
 
@@ -85,9 +95,6 @@ class Episode:
     def pass_to(self, event: str) -> None:
         self.state = TRANSITIONS[self.state][event]
 
-    def is_about(self, verdict: Verdict) -> bool:
-        return self.verdict.cause == verdict.cause
-
 
 class Episodes:
     """The episodes of one job. Ask `changes` for the documents to tell."""
@@ -99,43 +106,27 @@ class Episodes:
     def open(self, origin: str) -> list[Episode]:
         return [e for e in self.all if e.is_open and e.origin == origin]
 
-    def observe(self, origin: str, verdicts: list[Verdict], start: int, now: int, attempt: int) -> list[Episode]:
-        """The judgement of this tick about a slowdown that began at `start`; returns the episodes it is about."""
+    def observe(self, origin: str, found: list[Found], attempt: int) -> list[Episode]:
+        """The judgement of this tick, by one reference; returns the episodes it is about."""
         touched = []
-        for verdict in verdicts:
-            episode = self._of(origin, verdict, start, now, attempt)
+        for one in found:
+            episode = self._of(origin, one, attempt)
             if episode is not None:
                 touched.append(episode)
         for episode in self.open(origin):
             if episode not in touched:
-                self._miss(episode, verdicts)
+                self._miss(episode, [one.verdict for one in found])
         return touched
 
-    def _of(self, origin: str, verdict: Verdict, start: int, now: int, attempt: int) -> Episode | None:
-        same = [e for e in self.all if e.is_about(verdict) and e.attempt == attempt]
-        for episode in same:
-            if episode.is_open:
-                if episode.origin != origin:
-                    return None  # told already, by the reference that fired first
-                return self._agree(episode, verdict, start)
-        if verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
+    def _of(self, origin: str, found: Found, attempt: int) -> Episode | None:
+        for episode in self.all:
+            if episode.is_open and episode.verdict.cause == found.verdict.cause and episode.attempt == attempt:
+                # What another reference fired on first is told already.
+                return _agree(episode, found) if episode.origin == origin else None
+        if found.verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
             return None  # evidence that thins out does not undo what was confirmed
-        for episode in same:
-            if episode.state == "resolved" and episode.origin == origin and _near(episode, verdict, now):
-                episode.pass_to("back")
-                episode.end, episode.counted = None, -1
-                return self._agree(episode, verdict, episode.start)
-        episode = Episode(origin, verdict, attempt, start, agreed=1)
+        episode = Episode(origin, found.verdict, attempt, found.start, found.row)
         self.all.append(episode)
-        return episode
-
-    def _agree(self, episode: Episode, verdict: Verdict, start: int) -> Episode:
-        episode.agreed += 1
-        episode.missed = 0
-        if episode.state == "suspected":
-            episode.verdict, episode.start = verdict, start
-        elif verdict.confidence >= episode.verdict.confidence - 0.05:
-            episode.verdict = verdict  # places and figures may still sharpen
         return episode
 
     def _miss(self, episode: Episode, verdicts: list[Verdict]) -> None:
@@ -160,10 +151,17 @@ class Episodes:
         least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
         lasted = steps >= least_steps and now - episode.start >= least_s * 1e9
         cheap = unknown and episode.slowdown < 1 + UNKNOWN_COST
-        if (lasted or at_once) and not cheap and not self._explained(episode):
-            episode.pass_to("holds")
-            episode.detected = now
-            episode.id = self._id(episode)
+        if not (lasted or at_once) or cheap or self._explained(episode):
+            return
+        former = next((e for e in reversed(self.all) if _joins(e, episode, now)), None)
+        if former is not None:
+            former.pass_to("back")
+            former.end, former.verdict, former.counted = None, episode.verdict, episode.row
+            self.all.remove(episode)
+            return
+        episode.pass_to("holds")
+        episode.detected = now
+        episode.id = self._id(episode)
 
     def _explained(self, episode: Episode) -> bool:
         return any(
@@ -182,9 +180,9 @@ class Episodes:
 
     def latent(self, origin: str, verdict: Verdict, attempt: int) -> None:
         """A finding that costs nothing now: told once, and an alert never."""
-        if any(e.is_about(verdict) and e.attempt == attempt for e in self.all):
+        if any(e.verdict.cause == verdict.cause and e.attempt == attempt for e in self.all):
             return
-        episode = Episode(origin, verdict, attempt, 0, state="latent")
+        episode = Episode(origin, verdict, attempt, 0, 0, state="latent")
         episode.id = self._id(episode)
         self.all.append(episode)
 
@@ -250,10 +248,22 @@ class Episodes:
 _NEWS = ("state", "severity", "subtype", "locus", "end")
 
 
-def _near(episode: Episode, verdict: Verdict, now: int) -> bool:
-    """Whether a cause that returns is the same episode: soon, and at a place that it shares."""
-    soon = episode.end is not None and now - episode.end <= REJOIN_S * 1e9
-    return soon and bool(set(episode.verdict.loci) & set(verdict.loci))
+def _agree(episode: Episode, found: Found) -> Episode:
+    episode.agreed += 1
+    episode.missed = 0
+    if episode.state == "suspected":
+        episode.verdict, episode.start, episode.row = found.verdict, found.start, found.row
+    elif found.verdict.confidence >= episode.verdict.confidence - 0.05:
+        episode.verdict = found.verdict  # places and figures may still sharpen
+    return episode
+
+
+def _joins(former: Episode, episode: Episode, now: int) -> bool:
+    """Whether a cause that returns is the same episode: soon after, and at a place that both name."""
+    if former.state != "resolved" or former.end is None or former.attempt != episode.attempt:
+        return False
+    same = former.origin == episode.origin and former.verdict.cause == episode.verdict.cause
+    return same and now - former.end <= REJOIN_S * 1e9 and bool(set(former.verdict.loci) & set(episode.verdict.loci))
 
 
 def _same_loss(a: Verdict, b: Verdict) -> bool:

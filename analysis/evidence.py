@@ -134,7 +134,7 @@ def compute_of_one(c: Comparison) -> Iterator[Reading]:
     alone = grown[slow] > 0 and others < grown[slow] / 3
     how = strength(min(c.share(*COMPUTE), float(grown[slow]) / c.lost), 0.3, 0.1) if alone else -3.0
     text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {c.last[slow]:.0%} of the steps"
-    decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.3 * before
+    decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.15 * before
     yield Reading(f"rank:{c.ranks[slow]}", now, before, how, text, decisive=bool(decisive))
 
 

@@ -16,12 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis import bounds
-from diagnosd.analysis.baseline import ENTER, LEAST, LEAVE, WINDOW, Alarm, Baseline, Reference
+from diagnosd.analysis.baseline import (
+    CHANNEL,
+    ENTER,
+    LEAST,
+    LEAVE,
+    LOOK_BACK,
+    WINDOW,
+    Alarm,
+    Baseline,
+    Reference,
+    onset_of,
+)
 from diagnosd.analysis.classify import Verdict, by_design, classify, hanging
 from diagnosd.analysis.compare import COMPUTE, Comparison
 from diagnosd.analysis.compare import Window as Span
 from diagnosd.analysis.decompose import OWN, PART
-from diagnosd.analysis.episodes import Episode, Episodes
+from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import least_transfer
 from diagnosd.analysis.history import History
 from diagnosd.analysis.trace import Job, Trace
@@ -43,6 +54,9 @@ APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machi
 COSTLY = 0.10  # and what that must cost, of the step
 SLOW_SAVE = 1.5  # times the usual checkpoint (diagnosis.md 3)
 HANG_SUSPECT_S, HANG_S = 10.0, 60.0  # diagnosis.md 2.2, D4
+
+# The channel in which a cause shows when it began.
+_SHOWS = {"data_starvation": "load", "network_congestion": "transfer", "straggler": "compute"}
 
 
 class Watch:
@@ -152,10 +166,10 @@ class Watch:
         reference = self.baseline.reference()
         if reference is None:
             return
-        if self.onset is None:
-            self._look_for_alarm(reference)
-        elif self._is_over(reference):
+        if self.onset is not None and self._is_over(reference):
             return
+        if not any(episode.state == "confirmed" for episode in self.episodes.open("past")):
+            self._look_for_alarm(reference)
         if self.onset is None:
             self.baseline.notice_faster(reference)
             return
@@ -163,19 +177,29 @@ class Watch:
         comparison = self._compare("past", self.healthy, numbers)
         if comparison is None:
             return
-        touched = self.episodes.observe("past", classify(comparison), self._instant(self.onset), now, self.attempt)
+        found = [self._since(verdict, reference) for verdict in classify(comparison)]
+        touched = self.episodes.observe("past", found, self.attempt)
         self._account(touched, comparison, reference, numbers, now)
 
     def _look_for_alarm(self, reference: Reference) -> None:
+        """Begin a suspicion, or move it: what first looked like noise in one channel may become a fault in another."""
         alarm = self.baseline.alarm(reference, self.cleared)
-        if alarm is None:
+        if alarm is None or alarm.onset == self.onset:
             return
         taught = self.baseline.taught()
         healthy = taught[taught < alarm.onset]
         if len(healthy) < LEAST // 2:
             return  # the reference itself is of the slowdown
-        self.healthy, self.alarm, self.onset = healthy, alarm, alarm.onset
+        self.baseline.mark(self.cleared, self.baseline.count, healthy=True)
         self.baseline.mark(alarm.onset, self.baseline.count, healthy=False)
+        self.healthy, self.alarm, self.onset = healthy, alarm, alarm.onset
+
+    def _since(self, verdict: Verdict, reference: Reference) -> Found:
+        """The verdict with its own onset: that of the channel which it explains."""
+        numbers = self._usable(self.cleared)[-LOOK_BACK:]
+        excess = reference.excess(self.baseline.rows(numbers), self.baseline.work(numbers))
+        row = int(numbers[onset_of(excess[:, CHANNEL[_SHOWS.get(verdict.cause, "total")]])])
+        return Found(verdict, self._instant(row), row)
 
     def _is_over(self, reference: Reference) -> bool:
         """Whether the newest cycles are as they were: then the slowdown ended with the last that was not."""
@@ -250,8 +274,8 @@ class Watch:
         if not verdicts:
             self.episodes.gone("model", now)
             return
-        start = self._instant(0)
-        touched = self.episodes.observe("model", verdicts, start, now, self.attempt)
+        found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
+        touched = self.episodes.observe("model", found, self.attempt)
         self._account(touched, comparison, None, numbers, now)
 
     def _starves(self, c: Comparison, numbers: Ints) -> bool:
@@ -286,7 +310,8 @@ class Watch:
         if comparison.lost < COSTLY * comparison.step or not verdicts:
             self.episodes.gone("peers", now)
             return
-        touched = self.episodes.observe("peers", verdicts, self._instant(0), now, self.attempt)
+        found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
+        touched = self.episodes.observe("peers", found, self.attempt)
         self._account(touched, comparison, None, numbers, now)
 
     def _slow_peer(self, numbers: Ints) -> int | None:
@@ -346,7 +371,8 @@ class Watch:
         if comparison is None:
             return
         verdicts = [v for v in classify(comparison) if v.cause == "checkpoint_stall"]
-        touched = self.episodes.observe("checkpoint", verdicts, self._instant(run[0]), now, self.attempt)
+        found = [Found(verdict, self._instant(run[0]), run[0]) for verdict in verdicts]
+        touched = self.episodes.observe("checkpoint", found, self.attempt)
         for episode in touched:
             episode.agreed = max(episode.agreed, 2)
             every = history.numbers(run[0])
@@ -428,9 +454,9 @@ class Watch:
         shares = {id(e): c.share(*e.verdict.claims) if e.verdict.claims else 1.0 for e in named}
         whole = sum(shares.values())
         for episode in named:
-            if episode.state == "suspected" or episode.counted < 0:
+            if episode.state == "suspected":
                 episode.lost = episode.observed = episode.expected = 0.0
-                episode.counted = int(numbers[0])
+                episode.counted = episode.row
             fresh = numbers[numbers >= episode.counted]
             observed = self.baseline.rows(fresh)[:, 0]
             expected = (
@@ -443,7 +469,7 @@ class Watch:
             episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
             episode.step = c.step if reference is None else reference.step
             episode.gain, episode.ranks = self._gain(episode.verdict, c, numbers), self.job.world
-            self.episodes.confirm(episode, now, len(numbers))
+            self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 
     def _gain(self, verdict: Verdict, c: Comparison, numbers: Ints) -> float:
         """Share of the step that repairing this alone would save: the next to arrive sets the pace then."""
@@ -491,7 +517,8 @@ class Watch:
         verdict = hanging(self.trace, self.job, still, median)
         if verdict is None:
             return
-        for episode in self.episodes.observe("hang", [verdict], history.newest, now, self.attempt):
+        found = [Found(verdict, history.newest, history.count)]
+        for episode in self.episodes.observe("hang", found, self.attempt):
             episode.lost, episode.ranks = still * self.job.world, self.job.world
             episode.observed, episode.expected, episode.step, episode.gain = still, median, median, 1.0
             if still >= max(10 * median, HANG_S):
