@@ -1,0 +1,223 @@
+"""The analysis program: a source of points, the analysis, and what it found as text or documents.
+
+Whatever the source, the same points give the same bytes. A replay prints every episode once, when it ends, and then
+the summary; with a `speed`, or while it follows a recording that grows, it says changes as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from threading import Event
+from typing import TYPE_CHECKING, Any, TextIO
+
+from diagnosd.analysis import Analysis, report
+from diagnosd.documents import ClusterSpec, cluster_from_toml
+from diagnosd.recording import Reading, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from diagnosd.point import Point
+
+    Document = Mapping[str, Any]
+
+SECOND = 10**9
+UNNAMED = "default"  # the cluster's name where neither the recording nor the cluster.toml has one
+BAR_AFTER_S = 1.0  # work that takes longer shows its progress
+
+_SGR = {"title": "1", "good": "1;32", "for": "32", "against": "33", "label": "2", "quiet": "2"}
+
+
+class Findings:
+    """What an analysis has said so far: the latest revision of each episode, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Document] = {}
+
+    @property
+    def documents(self) -> list[Document]:
+        return list(self._latest.values())
+
+    def note(self, documents: Iterable[Document]) -> list[Document]:
+        """Those that are news. Figures alone are told again once a minute: that is none."""
+        news = []
+        for document in documents:
+            before = self._latest.get(document["id"], {})
+            if any(before.get(key) != document.get(key) for key in ("state", "cause", "locus")):
+                news.append(document)
+            self._latest[document["id"]] = document
+        return news
+
+
+def replay(
+    path: str | Path,
+    output: str = "text",
+    speed: float | None = None,
+    cluster: Path | None = None,
+    follow: bool = False,
+) -> int:
+    """The exit code: 0 also when something was found, 1 when the recording or the cluster.toml cannot be used."""
+    try:
+        declared = None if cluster is None else cluster_from_toml(cluster.read_bytes(), str(cluster))
+        with _until_interrupted(follow or speed is not None) as stop:
+            return _replay(path, output, speed, declared, follow, stop)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # `diagnosd replay ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        _say(f"{error.filename or path}: {error.strerror}")
+    except ValueError as error:
+        _say(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 1
+
+
+def _replay(
+    path: str | Path, output: str, speed: float | None, declared: ClusterSpec | None, follow: bool, stop: Event
+) -> int:
+    findings = Findings()
+    with read(path, follow=follow, stop=stop.is_set, wait=lambda: stop.wait(0.2)) as reading:
+        name = (declared.name if declared else None) or reading.header.cluster or UNNAMED
+        analysis = Analysis(name, declared)
+        live = output == "text" and (follow or speed is not None)
+        batches: Iterable[list[Point]] = reading
+        if speed is not None:
+            batches = paced(reading, speed, time.monotonic, stop.wait)
+        with nullcontext() if live else progress(reading, sys.stderr):
+            for points in batches:
+                news = findings.note(analysis.feed(points))
+                if live:
+                    tell_changes(news, analysis.trace.now, sys.stdout)
+                if stop.is_set() and not follow:
+                    break
+        findings.note(analysis.finish())
+        conclude(findings.documents, analysis.summary(), output, sys.stdout)
+        if told := _left_out(reading, analysis):
+            _say(told)
+    return 0
+
+
+def conclude(documents: Sequence[Document], summary: Document, output: str, stream: TextIO) -> None:
+    """Everything that was found, as text for people or one JSON document a line."""
+    if output == "json":
+        stream.writelines(json.dumps(document) + "\n" for document in (*documents, summary))
+    else:
+        show(report.whole(documents, summary), stream)
+    stream.flush()
+
+
+def tell_changes(news: Iterable[Document], now: int, stream: TextIO) -> None:
+    """One line for each, with the event time at which it was reached."""
+    for document in news:
+        moment = time.strftime("%H:%M:%S", time.gmtime(now // SECOND))
+        stream.write(f"{moment} UTC  {document.get('state')}: {report.sentence(document)}\n")
+    stream.flush()
+
+
+def show(lines: Iterable[report.Line], stream: TextIO) -> None:
+    """The lines, with colour where the stream is a terminal and nobody asked for none (no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        stream.write(report.plain(lines))
+        return
+    stream.writelines("".join(_coloured(span) for span in line) + "\n" for line in lines)
+
+
+def _coloured(span: report.Span) -> str:
+    sgr = _SGR.get(span.role)
+    return f"\x1b[{sgr}m{span.text}\x1b[0m" if sgr else span.text
+
+
+def paced(
+    batches: Iterable[Sequence[Point]],
+    speed: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], object],
+) -> Iterator[list[Point]]:
+    """The points no earlier than they came, `speed` times as fast; a tenth of a second of `clock` at a time."""
+    begin, first = clock(), 0
+    part: list[Point] = []
+    due = 0.0
+    for batch in batches:
+        for point in batch:
+            first = first or point.time
+            at = (point.time - first) / SECOND / speed
+            if at > due + 0.1:
+                yield part
+                part, due = [], at
+                sleep(max(0.0, begin + due - clock()))
+            part.append(point)
+    yield part
+
+
+@contextmanager
+def progress(reading: Reading, stream: TextIO) -> Iterator[None]:
+    """A bar on a terminal, once the work has lasted a second, fed by a look at how far the reading is."""
+    if not stream.isatty():
+        yield
+        return
+    from threading import Thread  # noqa: PLC0415  # rich costs 50 ms to load, and only a long replay shows a bar
+
+    done = Event()
+    thread = Thread(target=_draw, args=(reading, stream, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _draw(reading: Reading, stream: TextIO, done: Event) -> None:
+    if done.wait(BAR_AFTER_S):
+        return
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(file=stream), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("replay", total=reading.size)
+        while not done.wait(0.1):
+            bar.update(task, completed=reading.position, refresh=True)
+
+
+@contextmanager
+def _until_interrupted(gently: bool) -> Iterator[Event]:
+    """With `gently`, Ctrl-C sets the event: what was read so far gets its verdict. Else it interrupts."""
+    stop = Event()
+    if not gently:
+        yield stop
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _left_out(reading: Reading, analysis: Analysis) -> str:
+    """What was not used of the recording, in one line; nothing where all of it was."""
+    faults, order, trace = reading.faults, analysis.order, analysis.trace
+    counts = (
+        (faults.bad, "line that does not parse", "lines that do not parse"),
+        (faults.mistyped, "field of another type than the contract's", "fields of other types than the contract's"),
+        (faults.torn, "unfinished end", "unfinished ends"),
+        (faults.lost, "corrupt frame", "corrupt frames"),
+        (order.late, "point that came too late", "points that came too late"),
+        (order.strays, "point of a wrong clock", "points of a wrong clock"),
+        (trace.unreadable, "unreadable document", "unreadable documents"),
+    )
+    parts = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
+    if not parts:
+        return ""
+    first = f" (first: {faults.first})" if faults.first else ""
+    return f"left out: {', '.join(parts)}{first}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"diagnosd: {text}\n")
