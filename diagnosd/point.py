@@ -566,7 +566,7 @@ def _shape(text: bytes, made: Point) -> _Shape | None:
     in digits, or JSON refuses: it knows fewer numbers, and no digit after a backslash.
     """
     fields = _parsed_alone(text.removesuffix(b"i"))
-    if fields is None or list(fields) != list(made.fields):
+    if fields is None or list(fields) != list(made.fields) or text.count(b"=") != len(fields):
         return None
     bare = tuple(name for name, value in made.fields.items() if type(value) is float and type(fields[name]) is int)
     if bare and b"=-" in text:  # a -0 is an int 0 in JSON, and has lost its sign
