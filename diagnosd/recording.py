@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import zstandard
 
-from diagnosd.point import Decoder, Point
+from diagnosd.point import Decoder, Point, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
 VERSION = 1
 SUFFIXES = (".lp", ".lp.gz", ".lp.zst")
 _HEADER = "# diagnosd-recording "
 
-_READ = 16 * 1024  # bytes of a file taken at a time: a second of one host fills a quarter of it, compressed
+_READ = 4 * 1024  # compressed bytes taken at a time: text that repeats may grow to 25 MiB out of so few
 _TEXT = 64 * 1024  # bytes of text decoded at a time: some 300 points
 _FLUSH = 1024 * 1024  # bytes that a writer gathers at most
 # Text of one frame that is held back until its checksum is seen. Our own frames are at most _FLUSH; what somebody
@@ -61,7 +61,7 @@ class Faults:
     mistyped: int = 0  # fields whose type is not the contract's
     torn: int = 0  # frames and lines that end unfinished where their file ends
     lost: int = 0  # frames whose checksum or contents are wrong
-    first: str | None = None  # file:line: reason
+    first: str | None = None  # which file, where in it, and why
 
     def __bool__(self) -> bool:
         return bool(self.bad or self.mistyped or self.torn or self.lost)
@@ -107,6 +107,7 @@ class _Lines:
     """The text of a plain file, whole lines at a time."""
 
     torn = lost = 0
+    first = None
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -139,20 +140,22 @@ class _Frames:
         self._tail: bytes | None = None  # text of a frame that the file's end cuts, unless whole ones follow
         self.end = 0  # of the last whole frame
         self.torn = self.lost = 0
+        self.first: str | None = None  # what was wrong first
 
     def text(self, *, final: bool) -> bytes | None:
         """A frame's text, or a part of a long one; None when there is no whole one now."""
         while True:
-            begin = self._at
             try:
-                text, more = self._inflate()
-            except _CODEC_ERRORS:
-                self._lose()
+                text, ready = self._inflate()
+            except _CODEC_ERRORS as error:
+                self._lose(str(error))
             else:
-                if more:
+                if ready:
                     return text
-                if not final or self._ended(begin):
-                    return self._finish() if final else None
+                if not final:
+                    return None
+                if self._open is None and not os.pread(self._fd, 1, self._at):
+                    return self._finish()
                 self._cut(text)
             if not self._search():
                 return self._finish()
@@ -178,18 +181,16 @@ class _Frames:
         self._open, self._at = inflating, at
         return b"".join(texts), held > 0
 
-    def _ended(self, at: int) -> bool:
-        return self._open is None and not os.pread(self._fd, 1, at)
-
-    def _lose(self) -> None:
+    def _lose(self, reason: str) -> None:
         self.lost += not self._searching
         self._searching = True
+        self.first = self.first or f"frame at byte {self._at}: {reason}"
 
     def _cut(self, text: bytes) -> None:
         """The file ends inside of this frame; or its length is wrong, and others follow."""
         if not self._searching:
             self._tail = text
-        self._lose()
+        self._lose("unfinished")
 
     def _search(self) -> bool:
         """Goes to the next place that looks like a frame's beginning."""
@@ -223,12 +224,14 @@ class _Source:
         self.decoder = Decoder()
         self.batch: list[Point] = []
         self.at = 0  # of the next point in batch
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.final = True  # the file does not grow any more
+        self.torn_lines = 0
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not hang
         self._text: _Lines | _Frames | None = None
-        self._pieces: Iterator[bytes] = iter(())
-        self._lost = 0
+        self._batches = self._read()
 
     def close(self) -> None:
+        self._batches.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -238,77 +241,76 @@ class _Source:
         return self._text.end if self._text else 0
 
     @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size if self._fd >= 0 else self.position
+
+    @property
     def torn(self) -> int:
-        return self._text.torn if self._text else 0
+        return self.torn_lines + (self._text.torn if self._text else 0)
 
     @property
     def lost(self) -> int:
         return self._text.lost if self._text else 0
 
-    def fill(self, *, final: bool) -> bool:
+    def fill(self) -> bool:
         """Whether there is a point to take, now."""
         while self.at >= len(self.batch):
-            if self._fd < 0:
+            batch = next(self._batches, None)
+            if batch is None:
+                if self.final:
+                    self.close()
                 return False
-            piece = next(self._pieces, None)
-            if piece is None and not self._more(final=final):
-                if final:
-                    self._last()
-                    return bool(self.batch)
-                return False
-            if piece is not None:
-                self.batch, self.at = self.decoder.feed(piece), 0
-                self._check()
+            self.batch, self.at = batch, 0
         return True
 
-    def _more(self, *, final: bool) -> bool:
-        if self._text is None:
-            start = os.pread(self._fd, _READ, 0)
-            if not start:
-                return False
-            codec = _codec(self.path, start)
-            self._text = _Frames(self._fd, codec) if codec else _Lines(self._fd)
-        text = self._text.text(final=final)
-        if text is None:
-            return False
-        if self.header is None:
-            self.header = _header(self.path, text)
-        if self.lost > self._lost:
-            self._lost = self.lost
-            self.decoder.finish()
-        self._pieces = _pieces(text)
-        return True
+    def _read(self) -> Generator[list[Point] | None]:
+        """Batches; None where the file has nothing more now."""
+        while not (start := os.pread(self._fd, _READ, 0)):
+            if self.final:
+                return
+            yield None
+        codec = _codec(self.path, start)
+        self._text = _Frames(self._fd, codec) if codec else _Lines(self._fd)
+        lost = 0
+        while (text := self._text.text(final=self.final)) is not None or not self.final:
+            if text is None:
+                yield None
+                continue
+            self.header = self.header or _header(self.path, text)
+            if self._text.lost > lost:
+                lost = self._text.lost
+                yield self.decoder.finish()  # no line goes on behind a hole
+            for at in range(0, len(text), _TEXT):
+                yield self.decoder.feed(text[at : at + _TEXT])
+                if not self.decoder.counts.points and self.decoder.counts.bad > _HOPELESS:
+                    return
+        yield self._last()
 
-    def _last(self) -> None:
-        """The end: a last line without a newline is one if it parses, else torn."""
-        bad = self.decoder.counts.bad
-        self.batch, self.at = self.decoder.finish(), 0
-        if self.decoder.counts.bad > bad and self._text is not None:
-            self.decoder.counts.bad = bad
-            self._text.torn += 1
-        self.close()
-
-    def _check(self) -> None:
+    def _last(self) -> list[Point]:
+        """A last line without a newline: a point if it parses, else torn."""
         counts = self.decoder.counts
-        if not counts.points and counts.bad > _HOPELESS:
-            raise RecordingError(self.nothing())
+        bad, first_bad = counts.bad, counts.first_bad
+        points = self.decoder.finish()
+        if counts.bad > bad:
+            counts.bad, counts.first_bad = bad, first_bad
+            self.torn_lines += 1
+        return points
+
+    @property
+    def first(self) -> str | None:
+        """What was wrong first, and where."""
+        if self._text and self._text.first:
+            return f"{self.path}: {self._text.first}"
+        line = self.decoder.counts.first_bad
+        return f"{self.path}:{line[0]}: {line[1]}" if line else None
 
     def nothing(self) -> str:
         """Why this file has given no point."""
-        counts = self.decoder.counts
-        if counts.first_bad:
-            line, reason = counts.first_bad
-            return f"{self.path}:{line}: not a recording: {reason}"
-        if self.lost or self.torn:
-            return (
-                f"{self.path}: no frame of it can be read: it is no recording, or was cut or corrupted from the start"
-            )
+        if self.first:
+            return f"{self.first}. Not a recording, or damaged at its beginning"
+        if self.torn:
+            return f"{self.path}: not a recording, or cut in its first line"
         return f"{self.path}: the recording is empty: nothing was recorded, or nothing has been flushed yet"
-
-
-def _pieces(text: bytes) -> Iterator[bytes]:
-    for at in range(0, len(text), _TEXT):
-        yield text[at : at + _TEXT]
 
 
 def _header(path: Path, text: bytes) -> Header:
@@ -344,7 +346,10 @@ class Reading:
         self._sources: dict[Path, _Source] = {}
         self._discover()
         for source in self._sources.values():
-            self._fill(source, final=not follow)
+            source.final = not follow
+        filled = [self._fill(source) for source in self._sources.values()]
+        if not follow and not any(filled):
+            raise RecordingError(next(iter(self._sources.values())).nothing())
 
     @property
     def header(self) -> Header:
@@ -360,7 +365,7 @@ class Reading:
     @property
     def size(self) -> int:
         """Bytes of file there are."""
-        return sum(path.stat().st_size for path in self._sources)
+        return sum(source.size for source in self._sources.values())
 
     @property
     def faults(self) -> Faults:
@@ -372,8 +377,7 @@ class Reading:
             faults.mistyped += counts.mistyped
             faults.torn += source.torn
             faults.lost += source.lost
-            if faults.first is None and counts.first_bad:
-                faults.first = f"{path}:{counts.first_bad[0]}: {counts.first_bad[1]}"
+            faults.first = faults.first or source.first
         return faults
 
     def close(self) -> None:
@@ -387,14 +391,14 @@ class Reading:
         self.close()
 
     def __iter__(self) -> Iterator[list[Point]]:
-        points = 0
         while True:
             final = not self._follow or self._stop()
             self._discover()
             quiet = True
-            for batch in self._merged(final=final):
+            for source in self._sources.values():
+                source.final = final
+            for batch in self._merged():
                 quiet = False
-                points += len(batch)
                 yield batch
             if final:
                 break
@@ -402,8 +406,6 @@ class Reading:
                 yield []
                 self._wait()
         self.close()
-        if not points and not self._follow:
-            raise RecordingError(next(iter(self._sources.values())).nothing())
 
     def _discover(self) -> None:
         try:
@@ -413,22 +415,22 @@ class Reading:
         except OSError as error:
             raise RecordingError(f"{error.filename or self.path}: cannot be read: {error.strerror}") from error
 
-    def _fill(self, source: _Source, *, final: bool) -> bool:
+    def _fill(self, source: _Source) -> bool:
         try:
-            return source.fill(final=final)
+            return source.fill()
         except OSError as error:
             raise RecordingError(f"{source.path}: cannot be read: {error.strerror}") from error
 
-    def _merged(self, *, final: bool) -> Iterator[list[Point]]:
+    def _merged(self) -> Iterator[list[Point]]:
         """What the files have now, the earliest next point first; at the same time, by file name."""
         sources = [self._sources[path] for path in sorted(self._sources)]
-        heads = [(s.batch[s.at].time, rank) for rank, s in enumerate(sources) if self._fill(s, final=final)]
+        heads = [(s.batch[s.at].time, rank) for rank, s in enumerate(sources) if self._fill(s)]
         heapify(heads)
         out: list[Point] = []
         while heads:
             _, rank = heappop(heads)
             source = sources[rank]
-            while self._fill(source, final=final):
+            while self._fill(source):
                 source.at = _take(source, rank, heads[0] if heads else None, out)
                 if len(out) >= _BATCH:
                     yield out
@@ -458,6 +460,8 @@ def _files(path: Path, *, growing: bool) -> list[Path]:
     if not path.is_dir():
         if not path.exists():
             raise RecordingError(f"{path}: no such recording")
+        if not path.is_file():
+            raise RecordingError(f"{path}: neither a file nor a folder")
         return [path]
     found = sorted(entry for entry in path.iterdir() if entry.name.endswith(SUFFIXES) and entry.is_file())
     if not found and not growing:
@@ -492,35 +496,37 @@ class Writer:
     """Appends lines to a recording. One flush is one frame; a crash loses what was not flushed, and nothing else."""
 
     def __init__(self, path: str | Path, **header: str) -> None:
-        """Opens the recording for appending, after its last whole frame or line; `header` is for a new one."""
+        """Opens the recording for appending, after its last whole frame or line; `header` is for a new one.
+
+        RecordingError where that cannot be: a name or file of another kind, no permission, another writer.
+        """
         self.path = Path(path)
         if not self.path.name.endswith(SUFFIXES):
             raise RecordingError(f"{path}: a recording is named *.lp, *.lp.gz or *.lp.zst")
         self._codec = _codec(self.path, b"")
         self._lines: list[bytes] = []
         self._gathered = 0
+        created = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        self._header = f"{_HEADER}{VERSION} {json.dumps({'created': created, **header})}\n".encode()
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RecordingError(f"{path}: cannot be written: {error.strerror}") from error
         try:
-            self._end = self._claim()
+            self._claim()
+            self._end = _whole(self.path, self._fd, self._codec)
+            os.ftruncate(self._fd, self._end)
         except BaseException:
             os.close(self._fd)
             raise
-        if not self._end:
-            told = {"created": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"), **header}
-            self.write(f"{_HEADER}{VERSION} {json.dumps(told)}\n".encode())
 
-    def _claim(self) -> int:
-        """The end of what is whole; what was torn behind it is cut off."""
+    def _claim(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise RecordingError(f"{self.path}: another program is writing it: record under another name") from error
-        end = _whole(self.path, self._fd)
-        os.ftruncate(self._fd, end)
-        return end
+        except OSError:
+            return  # a file system without locks
 
     def write(self, lines: bytes) -> None:
         """Whole lines, as `encode` makes them."""
@@ -538,6 +544,8 @@ class Writer:
         self._lines, self._gathered = [], 0
         if not text:
             return
+        if not self._end:
+            text = self._header + text
         frame = self._codec.deflate(text) if self._codec else text
         try:
             _write(self._fd, frame, self._end)
@@ -570,32 +578,49 @@ def _write(fd: int, frame: bytes, at: int) -> None:
         rest = rest[written:]
 
 
-def _whole(path: Path, fd: int) -> int:
-    """Where the last whole frame or line of an existing recording ends. RecordingError where it is something else."""
-    if not os.fstat(fd).st_size:
+def _whole(path: Path, fd: int, codec: _Codec | None) -> int:
+    """Where the last whole frame or line of an existing file ends. RecordingError where it is no recording of ours."""
+    start = os.pread(fd, _TEXT, 0)
+    if not start:
         return 0
+    end = _last_frame_end(fd, codec) if codec else _last_line_end(fd)
+    if _codec(path, start) is codec and (_is_recording(path) if end else _is_first_flush(start, codec)):
+        return end
+    raise RecordingError(f"{path}: exists and is not a recording of this kind: record under another name")
+
+
+def _is_recording(path: Path) -> bool:
     source = _Source(path)
     try:
-        source.fill(final=True)
+        return source.fill() or not source.decoder.counts.bad
     finally:
         source.close()
-    if not source.decoder.counts.points and source.decoder.counts.bad:
-        raise RecordingError(f"{source.nothing()}: record under another name")
-    codec = _codec(path, os.pread(fd, _READ, 0))
-    if codec is None:
-        return _last_newline(fd)
+
+
+def _is_first_flush(start: bytes, codec: _Codec | None) -> bool:
+    """Whether a file without anything whole may be the torn beginning of a recording, which nobody will miss."""
+    begin = codec.magic if codec else _HEADER.encode()
+    return len(start) < _TEXT and start[: len(begin)] == begin[: len(start)]
+
+
+def _last_frame_end(fd: int, codec: _Codec) -> int:
     frames = _Frames(fd, codec)
     while frames.text(final=False) is not None:
         pass
     return frames.end
 
 
-def _last_newline(fd: int) -> int:
-    at = os.fstat(fd).st_size
-    while at > 0:
+def _last_line_end(fd: int) -> int:
+    """Where the last line ends; it is given its newline if that is all it lacks."""
+    size = at = os.fstat(fd).st_size
+    tail = b""
+    while at > 0 and b"\n" not in tail and len(tail) < _HELD:
         begin = max(at - _TEXT, 0)
-        found = os.pread(fd, at - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        tail = os.pread(fd, at - begin, begin) + tail
         at = begin
-    return 0
+    line = tail[tail.rfind(b"\n") + 1 :]
+    try:
+        decode(line)
+    except ValueError:
+        return size - len(line)
+    return size + os.pwrite(fd, b"\n", size)
