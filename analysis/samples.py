@@ -6,13 +6,13 @@ exact (int64), so that differences of counters near 2^63 are exact too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from diagnosd.point import Point, Series
+from diagnosd.point import Point, Series, Value
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -20,8 +20,9 @@ Numbers = Ints | Floats
 
 # At one sample a second this is 17 minutes: the window of 200 steps that a job is compared with, at 5 s a step.
 KEEP = 1024
+SLACK = KEEP // 4  # rows that come before the kept ones are moved to the front
 FIRST = 64
-ABSENT = np.iinfo(np.int64).min  # no counter sends it: telemetry.md 1 sends unsigned values modulo 2^63
+ABSENT = -(2**63)  # no counter sends it: telemetry.md 1 sends unsigned values modulo 2^63
 
 
 class Samples:
@@ -30,18 +31,24 @@ class Samples:
     Numbers are kept for the last KEEP points, of strings only the latest value. `append` takes points in order of time.
     """
 
-    __slots__ = ("_columns", "_high", "_kinds", "_latest", "_low", "_pending", "_times", "append", "series", "wrong")
+    __slots__ = (
+        "_float_names", "_floats", "_high", "_int_names", "_ints", "_latest", "_low", "_pending", "_strings", "_times",
+        "append", "series", "wrong",
+    )  # fmt: skip
 
     def __init__(self, series: Series, kinds: Mapping[str, str]) -> None:
         self.series = series
         self.wrong = 0  # values whose type was not the contract's: dropped
-        self._kinds = kinds
+        self._int_names = [name for name, kind in kinds.items() if kind == "i"]
+        self._float_names = [name for name, kind in kinds.items() if kind in "fb"]
+        self._strings = [name for name, kind in kinds.items() if kind == "s"]
         self._pending: list[Point] = []
         self.append = self._pending.append
-        self._times: Ints = np.empty(FIRST, np.int64)
-        self._columns: dict[str, Numbers] = {}
-        self._latest: dict[str, tuple[int, int | float | str | bool]] = {}
         self._low = self._high = 0
+        self._times: Ints = np.empty(0, np.int64)
+        self._ints: Ints = np.empty((0, len(self._int_names)), np.int64)
+        self._floats: Floats = np.empty((0, len(self._float_names)))
+        self._latest: dict[str, tuple[int, Value]] = {}
 
     @property
     def last(self) -> int:
@@ -53,14 +60,20 @@ class Samples:
     def numbers(self, field: str) -> tuple[Ints, Numbers]:
         """Times (ns) and values of the points that have this field; integers as int64, all else as float64."""
         self.settle()
-        column = self._columns.get(field)
-        if column is None:
-            return np.empty(0, np.int64), np.empty(0, np.float64)
-        times, values = self._times[self._low : self._high], column[self._low : self._high]
-        present = values != ABSENT if values.dtype == np.int64 else ~np.isnan(values)
+        rows = slice(self._low, self._high)
+        values: Numbers
+        if field in self._int_names:
+            values = self._ints[rows, self._int_names.index(field)]
+            present = values != ABSENT
+        elif field in self._float_names:
+            values = self._floats[rows, self._float_names.index(field)]
+            present = ~np.isnan(values)
+        else:
+            return np.empty(0, np.int64), np.empty(0)
+        times = self._times[rows]
         return (times, values) if present.all() else (times[present], values[present])
 
-    def latest(self, field: str) -> tuple[int, int | float | str | bool] | None:
+    def latest(self, field: str) -> tuple[int, Value] | None:
         """Time and value of the newest point that has this field, also of strings."""
         self.settle()
         if field in self._latest:
@@ -74,59 +87,58 @@ class Samples:
             return
         points = self._pending[-KEEP:]
         self._pending.clear()
-        self._room(len(points))
+        self._make_room(len(points))
         rows = slice(self._high, self._high + len(points))
         self._times[rows] = [point.time for point in points]
-        for field, kind in self._kinds.items():
-            if kind == "s":
-                self._keep_latest(field, points)
-            else:
-                self._fill(field, kind, [point.fields.get(field) for point in points], rows)
+        if self._int_names:
+            self._fill_ints(rows, points)
+        if self._float_names:
+            self._fill_floats(rows, points)
+        for name in self._strings:
+            found = next((point for point in reversed(points) if name in point.fields), None)
+            if found is not None:
+                self._latest[name] = (found.time, found.fields[name])
         self._high = rows.stop
         self._low = max(self._low, self._high - KEEP)
 
-    def _keep_latest(self, field: str, points: list[Point]) -> None:
-        for point in reversed(points):
-            if field in point.fields:
-                self._latest[field] = (point.time, point.fields[field])
-                return
-
-    def _fill(self, field: str, kind: str, values: list[int | float | str | bool | None], rows: slice) -> None:
-        column = self._columns.get(field)
-        if column is None:
-            if values.count(None) == len(values):
-                return
-            column = self._columns[field] = self._blank(kind)
+    def _fill_ints(self, rows: slice, points: list[Point]) -> None:
+        values = [[*map(point.fields.get, self._int_names, repeat(ABSENT))] for point in points]
         try:
-            filled: Any = [ABSENT if v is None else v for v in values] if kind == "i" else values
-            column[rows] = filled
+            array = np.array(values)  # of the type that holds them all: int64 where all of them are whole and fit
+        except ValueError:
+            array = np.empty(0)
+        if array.dtype != np.int64:
+            self._ints[rows] = [[self._whole(value) for value in row] for row in values]
+        else:
+            self._ints[rows] = array
+
+    def _fill_floats(self, rows: slice, points: list[Point]) -> None:
+        values = [[*map(point.fields.get, self._float_names)] for point in points]
+        try:
+            self._floats[rows] = np.array(values, np.float64)
         except (TypeError, ValueError, OverflowError):
-            column[rows] = list(self._numbers_only(values, kind))
+            self._floats[rows] = [[self._number(value) for value in row] for row in values]
 
-    def _numbers_only(self, values: Iterable[object], kind: str) -> Iterable[int | float]:
-        for value in values:
-            fits = -(2**63) <= value < 2**63 if isinstance(value, int) else kind != "i"
-            if isinstance(value, (int, float)) and fits:
-                yield value
-            else:
-                self.wrong += value is not None
-                yield ABSENT if kind == "i" else np.nan
+    def _whole(self, value: Value) -> int:
+        fits = isinstance(value, int) and ABSENT <= value < 2**63
+        self.wrong += not fits
+        return int(value) if fits else ABSENT
 
-    def _blank(self, kind: str) -> Numbers:
-        if kind == "i":
-            return np.full(len(self._times), ABSENT, np.int64)
-        return np.full(len(self._times), np.nan)
+    def _number(self, value: Value | None) -> float:
+        fits = isinstance(value, (int, float))
+        self.wrong += value is not None and not fits
+        return float(value) if fits and value is not None else np.nan
 
-    def _room(self, count: int) -> None:
-        """Make room for `count` more rows: grow up to twice KEEP, then move the kept rows to the front."""
+    def _make_room(self, count: int) -> None:
+        """Room for `count` more rows: grow, or move the kept rows to the front."""
         if self._high + count <= len(self._times):
             return
-        kept = slice(self._low, self._high)
-        old, size = self._columns, min(2 * KEEP, 2 * max(len(self._times), count + self._high - self._low))
-        times = self._times[kept]
+        kept = slice(max(self._low, self._high + count - KEEP), self._high)
+        length = max(0, kept.stop - kept.start)
+        size = max(FIRST, min(KEEP + SLACK, 2 * (length + count)))
+        times, ints, floats = self._times[kept], self._ints[kept], self._floats[kept]
         self._times = np.empty(size, np.int64)
-        self._times[: len(times)] = times
-        self._columns = {field: self._blank("i" if values.dtype == np.int64 else "f") for field, values in old.items()}
-        for field, values in old.items():
-            self._columns[field][: len(times)] = values[kept]
-        self._low, self._high = 0, len(times)
+        self._ints = np.empty((size, len(self._int_names)), np.int64)
+        self._floats = np.empty((size, len(self._float_names)))
+        self._times[:length], self._ints[:length], self._floats[:length] = times, ints, floats
+        self._low, self._high = 0, length

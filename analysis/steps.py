@@ -7,9 +7,7 @@ not rise (a framework that counts anew each epoch), a new lap begins, and the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,6 @@ from diagnosd.point import Point, Value
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int8]
-Cells = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]  # row and column of each arrival
 
 KEEP_STEPS = 2000  # ten times the 200 steps that a job is compared with
 CELLS = 1 << 20  # of one column: 8 MiB. Above 524 ranks fewer steps are kept, never less than LEAST_STEPS
@@ -38,6 +35,10 @@ COLUMNS = (
     "sync_bytes",
 )  # fmt: skip
 INSTANTS = ("sync_enter", "sync_exit")
+_PLACE = {name: place for place, name in enumerate((*COLUMNS, *INSTANTS))}
+_KIND, _CLOCK, _GROUP = range(3)
+_KIND_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(KINDS)}
+_CLOCK_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(CLOCKS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +53,16 @@ class Steps:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     end: Ints  # [S,R] ns; 0 where a rank has not sent this step
-    kind: Codes  # [S,R]
-    clock: Codes  # [S,R]
-    sync_group: Codes  # [S,R]
     groups: tuple[str, ...]
-    _columns: dict[str, Floats]
+    _values: Floats  # [S,R,columns]
+    _codes: Codes  # [S,R,3]
 
     def __len__(self) -> int:
         return len(self.number)
 
-    def has(self, name: str) -> bool:
-        """Whether any rank ever sent this field."""
-        return name in self._columns
-
     def column(self, name: str) -> Floats:
         """[S,R] in SI units, NaN where absent; sync_enter and sync_exit in seconds since the trace's origin."""
-        values = self._columns.get(name)
-        return np.full(self.end.shape, np.nan) if values is None else values
+        return self._values[..., _PLACE[name]]
 
     @property
     def sync_enter(self) -> Floats:
@@ -79,16 +73,24 @@ class Steps:
         return self.column("sync_exit")
 
     @property
+    def kind(self) -> Codes:
+        return self._codes[..., _KIND]
+
+    @property
+    def clock(self) -> Codes:
+        return self._codes[..., _CLOCK]
+
+    @property
+    def sync_group(self) -> Codes:
+        return self._codes[..., _GROUP]
+
+    @property
     def seen(self) -> npt.NDArray[np.bool_]:
         """[S] whether every rank has sent this step."""
         return np.asarray((self.end > 0).all(axis=1))
 
 
-class _Arrival(NamedTuple):
-    key: int
-    rank: int
-    host: str
-    point: Point
+_Arrival = tuple[int, int, str, Point]  # key, rank, host
 
 
 class Grid:
@@ -99,12 +101,16 @@ class Grid:
         self.duplicates = 0
         self.wrong = 0  # fields that were no numbers: dropped
         self._origin = origin
-        self._keys: Ints = np.empty(FIRST_ROWS, np.int64)
-        self._low = self._high = 0
-        self._ranks: Ints = np.empty(0, np.int64)
+        self._ranks: tuple[int, ...] = ()
         self._hosts: dict[int, str] = {}
-        self._arrays: dict[str, npt.NDArray[np.generic]] = {"end": np.zeros((FIRST_ROWS, 0), np.int64)}
         self._groups: list[str] = []
+        self._column: dict[int, int] = {}  # of each rank
+        self._row: dict[int, int] = {}  # of each key, those before _low included
+        self._low = self._high = 0
+        self._keys: Ints = np.empty(0, np.int64)
+        self._end: Ints = np.empty((0, 0), np.int64)
+        self._values: Floats = np.empty((0, 0, len(_PLACE)))
+        self._codes: Codes = np.empty((0, 0, 3), np.int8)
         self._newest: dict[int, int] = {}  # rank -> key of its newest step
         self._source: dict[int, int] = {}
         self._pending: list[_Arrival] = []
@@ -113,8 +119,8 @@ class Grid:
     def keep(self) -> int:
         return max(LEAST_STEPS, min(KEEP_STEPS, CELLS // max(1, len(self._ranks))))
 
-    def add(self, rank: int, host: str, source: str, number: int, point: Point) -> None:
-        quality = SOURCES.index(source) if source in SOURCES else 0
+    def add(self, rank: int, host: str, quality: int, number: int, point: Point) -> None:
+        """`quality` is the place of the step's source in SOURCES."""
         if quality < self._source.get(rank, 0) or not 0 <= number < LAP:
             return
         self._source[rank] = quality
@@ -122,117 +128,106 @@ class Grid:
         if newest is None:
             key = max(self._newest.values(), default=0) // LAP * LAP + number
         else:
-            key = newest // LAP * LAP + number
-            if key < newest:
-                key += LAP
-            self.duplicates += key == newest
+            key = newest - newest % LAP + number
+            if key <= newest:
+                self.duplicates += key == newest
+                key += LAP * (key < newest)
         self._newest[rank] = key
-        self._pending.append(_Arrival(key, rank, host, point))
+        self._pending.append((key, rank, host, point))
 
     def steps(self) -> Steps:
         self.settle()
         rows = slice(self._low, self._high)
-        shape = (self._high - self._low, len(self._ranks))
-        arrays = {name: array[rows] for name, array in self._arrays.items()}
-        codes = {name: arrays.pop(name, np.full(shape, -1, np.int8)) for name in ("kind", "clock", "sync_group")}
-        end = arrays.pop("end")
-        ranks = tuple(self._ranks.tolist())
-        hosts = tuple(self._hosts[rank] for rank in ranks)
+        hosts = tuple(self._hosts[rank] for rank in self._ranks)
         number = self._keys[rows] % LAP
-        return Steps(self.attempt, number, ranks, hosts, end, groups=tuple(self._groups), _columns=arrays, **codes)  # type: ignore[arg-type]
+        return Steps(
+            self.attempt,
+            number,
+            self._ranks,
+            hosts,
+            self._end[rows],
+            tuple(self._groups),
+            self._values[rows],
+            self._codes[rows],
+        )
 
     def settle(self) -> None:
         """Bring what arrived into the rows."""
         if not self._pending:
             return
         arrivals, self._pending = self._pending, []
-        self._hosts.update((a.rank, a.host) for a in arrivals)
+        if (
+            self._high - self._low >= self.keep
+        ):  # what is older than all that is kept would only be laid out and dropped
+            arrivals = [arrival for arrival in arrivals if arrival[0] >= self._keys[self._low]]
         self._make_room(arrivals)
-        oldest = self._keys[self._low]
-        arrivals = [a for a in arrivals if a.key >= oldest]
-        rows = self._low + np.searchsorted(self._keys[self._low : self._high], [a.key for a in arrivals])
-        cells = (rows, np.searchsorted(self._ranks, [a.rank for a in arrivals]))
-        self._arrays["end"][cells] = [a.point.time for a in arrivals]
-        self._fill(cells, [a.point.fields for a in arrivals])
+        oldest, rows, columns, points = int(self._keys[self._low]), [], [], []
+        for key, rank, _, point in arrivals:
+            if key >= oldest:
+                rows.append(self._row[key])
+                columns.append(self._column[rank])
+                points.append(point)
+        self._put((rows, columns), points)
+
+    def _put(self, cells: tuple[list[int], list[int]], points: list[Point]) -> None:
+        self._end[cells] = [point.time for point in points]
+        self._codes[cells] = [self._coded(point.fields) for point in points]
+        values = [
+            [*map(fields.get, COLUMNS), *map(self._since_origin, map(fields.get, INSTANTS))] for _, fields, _ in points
+        ]
+        try:
+            self._values[cells] = np.array(values, np.float64)
+        except (TypeError, ValueError):
+            self._values[cells] = [[self._number(value) for value in row] for row in values]
 
     def _make_room(self, arrivals: list[_Arrival]) -> None:
-        ranks = np.union1d(self._ranks, np.fromiter({a.rank for a in arrivals}, np.int64))
-        known = self._keys[self._low : self._high]
-        fresh = np.setdiff1d(np.fromiter({a.key for a in arrivals}, np.int64), known)
-        in_order = not known.size or not fresh.size or fresh[0] > known[-1]
-        if len(ranks) > len(self._ranks) or not in_order or self._high + fresh.size > len(self._keys):
-            self._rebuild(np.union1d(known, fresh), ranks)
-        else:
-            self._keys[self._high : self._high + fresh.size] = fresh
-            self._high += fresh.size
+        """A row for each key and a column for each rank. Nearly always the new keys follow the old ones."""
+        fresh = sorted({key for key, _, _, _ in arrivals} - self._row.keys())
+        strangers = {rank: host for _, rank, host, _ in arrivals if rank not in self._column}
+        in_order = self._high and fresh and fresh[0] > self._keys[self._high - 1]
+        if strangers or self._high + len(fresh) > len(self._keys) or (fresh and not in_order):
+            self._hosts.update(strangers)
+            self._rebuild(sorted({*self._keys[self._low : self._high].tolist(), *fresh}), tuple(sorted(self._hosts)))
+        elif fresh:
+            rows = slice(self._high, self._high + len(fresh))
+            self._keys[rows] = fresh
+            self._row.update(zip(fresh, range(rows.start, rows.stop), strict=True))
+            self._high = rows.stop
         self._low = max(self._low, self._high - self.keep)
 
-    def _rebuild(self, keys: Ints, ranks: Ints) -> None:
+    def _rebuild(self, keys: list[int], ranks: tuple[int, ...]) -> None:
         """Lay the grid out anew for these rows and columns; what stood there keeps its place by key and rank."""
-        old_keys, old_arrays, old_rows = self._keys[self._low : self._high], self._arrays, slice(self._low, self._high)
-        columns = np.searchsorted(ranks, self._ranks)
-        self._ranks = ranks
+        old_row, old_end, old_values, old_codes = self._row, self._end, self._values, self._codes
+        old_columns = [ranks.index(rank) for rank in self._ranks]
+        self._ranks, self._column = ranks, {rank: column for column, rank in enumerate(ranks)}
         keys = keys[-self.keep :]
-        stay = old_keys >= keys[0]
-        rows = np.searchsorted(keys, old_keys[stay])
         size = max(FIRST_ROWS, min(2 * self.keep, 2 * len(keys)))
-        self._keys = np.empty(size, np.int64)
-        self._keys[: len(keys)] = keys
+        self._row = {key: row for row, key in enumerate(keys)}
         self._low, self._high = 0, len(keys)
-        self._arrays = {name: _blank(name, size, len(ranks)) for name in old_arrays}
-        for name, array in old_arrays.items():
-            self._arrays[name][np.ix_(rows, columns)] = array[old_rows][stay]
+        self._keys = np.zeros(size, np.int64)
+        self._keys[: len(keys)] = keys
+        self._end = np.zeros((size, len(ranks)), np.int64)
+        self._values = np.full((size, len(ranks), len(_PLACE)), np.nan)
+        self._codes = np.full((size, len(ranks), 3), -1, np.int8)
+        stay = [key for key in keys if key in old_row]
+        old, new = [old_row[key] for key in stay], np.ix_([self._row[key] for key in stay], old_columns)
+        self._end[new], self._values[new], self._codes[new] = old_end[old], old_values[old], old_codes[old]
 
-    def _fill(self, cells: Cells, fields: list[dict[str, Value]]) -> None:
-        for name in COLUMNS:
-            self._put(name, cells, [f.get(name) for f in fields])
-        for name in INSTANTS:
-            self._put(name, cells, [self._since_origin(f.get(name)) for f in fields])
-        for name, words in (("kind", KINDS), ("clock", CLOCKS)):
-            self._put(name, cells, [_code(f.get(name), words) for f in fields])
-        self._put("sync_group", cells, [self._group(f.get("sync_group")) for f in fields])
+    def _coded(self, fields: dict[str, Value]) -> tuple[int, int, int]:
+        group = fields.get("sync_group")
+        code = -1 if group is None else self._group(str(group))
+        return _KIND_CODES.get(fields.get("kind"), -1), _CLOCK_CODES.get(fields.get("clock"), -1), code
 
-    def _put(self, name: str, cells: Cells, values: list[Value | None]) -> None:
-        if values.count(None) == len(values):
-            return
-        array = self._arrays.get(name)
-        if array is None:
-            array = self._arrays[name] = _blank(name, len(self._keys), len(self._ranks))
-        if name in _CODED:
-            values = [-1 if value is None else value for value in values]
-        try:
-            array[cells] = np.array(values, array.dtype)
-        except (TypeError, ValueError, OverflowError):
-            array[cells] = list(self._numbers_only(values))
-
-    def _numbers_only(self, values: Iterable[Value | None]) -> Iterable[float]:
-        for value in values:
-            usable = isinstance(value, (int, float))
-            self.wrong += value is not None and not usable
-            yield float(value) if usable and value is not None else np.nan
-
-    def _since_origin(self, instant: Value | None) -> Value | None:
-        return (instant - self._origin) / 1e9 if isinstance(instant, int) else None
-
-    def _group(self, name: Value | None) -> Value | None:
-        """Its code; a job has few groups, the 127th and later share the last code."""
-        if not isinstance(name, str):
-            return None
+    def _group(self, name: str) -> int:
+        """Its code; a job has few groups, the 128th and later share the last code."""
         if name not in self._groups and len(self._groups) < np.iinfo(np.int8).max:
             self._groups.append(name)
         return self._groups.index(name) if name in self._groups else len(self._groups) - 1
 
+    def _since_origin(self, instant: Value | None) -> float | None:
+        return (instant - self._origin) / 1e9 if isinstance(instant, int) else None
 
-_CODED = ("kind", "clock", "sync_group")
-
-
-def _blank(name: str, rows: int, ranks: int) -> npt.NDArray[np.generic]:
-    if name == "end":
-        return np.zeros((rows, ranks), np.int64)
-    if name in _CODED:
-        return np.full((rows, ranks), -1, np.int8)
-    return np.full((rows, ranks), np.nan)
-
-
-def _code(word: Value | None, words: tuple[str, ...]) -> Value | None:
-    return words.index(word) if isinstance(word, str) and word in words else None
+    def _number(self, value: Value | None) -> float:
+        usable = isinstance(value, (int, float))
+        self.wrong += value is not None and not usable
+        return float(value) if usable and value is not None else np.nan

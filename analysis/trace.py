@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from diagnosd.analysis.samples import Floats, Ints, Numbers, Samples
-from diagnosd.analysis.steps import Grid, Steps
+from diagnosd.analysis.steps import SOURCES, Grid, Steps
 from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_job, decode_node, unite
 from diagnosd.point import Point, Series, Value
 from diagnosd.schema import SCHEMA
@@ -281,11 +281,11 @@ class Trace:
         if job is None:
             job = self.jobs[name] = Job(name, self.origin)
             job.first = time
-        job.last = max(job.last, time)
+        job.last = time
         return job
 
-    def _rank(self, job: Job, rank: int, host: str, point: Point) -> RankInfo | None:
-        """The rank as of its newest attempt; None for a point of an attempt that is over."""
+    def _rank(self, job: Job, rank: int, host: str, point: Point, began: int = 0) -> RankInfo | None:
+        """The rank as of its newest attempt, and `began` as its first sign; None for one of an attempt that is over."""
         attempt = point.fields.get("attempt")
         if isinstance(attempt, int) and attempt != job.attempt:
             if attempt < job.attempt:
@@ -293,26 +293,29 @@ class Trace:
             job._rise(attempt)  # noqa: SLF001  # a job and its trace are one
         info = job.ranks.get(rank)
         if info is None or info.host != host:
-            info = job.ranks[rank] = RankInfo(rank, host, first=point.time, last=point.time)
+            info = job.ranks[rank] = RankInfo(rank, host, first=began or point.time, last=point.time)
         info.attempt = job.attempt
         info.last = point.time
         return info
 
     def _step_route(self, series: Series) -> Callable[[Point], None]:
-        who, source = _who(series), series.tag("source") or ""
+        who, source = _who(series), series.tag("source")
         if who is None:
             return _ignore
         name, host, rank = who
+        quality = SOURCES.index(source) if source in SOURCES else 0
 
         def take(point: Point) -> None:
-            job, number = self._job(name, point.time), point.fields.get("step")
-            info = self._rank(job, rank, host, point)
-            if info is None or not isinstance(number, int):
-                return
-            duration = point.fields.get("duration")
-            if isinstance(duration, float):
-                info.first = min(info.first, point.time - int(duration * 1e9))
-            job._grid.add(rank, host, source, number, point)  # noqa: SLF001
+            fields, number = point.fields, point.fields.get("step")
+            job = self._job(name, point.time)
+            info = job.ranks.get(rank)
+            if info is None or fields.get("attempt") != info.attempt or info.host != host:
+                duration = fields.get("duration")
+                began = point.time - int(duration * 1e9) if isinstance(duration, float) else point.time
+                info = self._rank(job, rank, host, point, began)
+            if info is not None and isinstance(number, int):
+                info.last = point.time
+                job._grid.add(rank, host, quality, number, point)  # noqa: SLF001
 
         return take
 
