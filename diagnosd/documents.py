@@ -160,6 +160,7 @@ class Nic(_Document, frozen=True):
     rail: int | None = None
     peer: Peer | None = None
     netns: str | None = None  # "other": held by another network namespace
+    addresses: tuple[str, ...] | None = None  # of its netdev
 
 
 class NvFabric(_Document, frozen=True):
@@ -277,13 +278,18 @@ def _over(old: _D, new: _D) -> _D:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, _Document) and isinstance(after, _Document):
             known[name] = _over(before, after)
-        elif name == "ranks" and before and after:
-            ranks = {rank.rank: rank for rank in before}
-            ranks.update({rank.rank: _over(ranks.get(rank.rank, rank), rank) for rank in after})
-            known[name] = tuple(ranks[number] for number in sorted(ranks))
+        elif name == "ranks":
+            known[name] = _by_number((*(before or ()), *(after or ())))
         else:
             known[name] = before if after is None else after
     return type(old)(**known)
+
+
+def _by_number(ranks: tuple[Rank, ...]) -> tuple[Rank, ...] | None:
+    united: dict[int, Rank] = {}
+    for rank in ranks:
+        united[rank.rank] = _over(united[rank.rank], rank) if rank.rank in united else rank
+    return tuple(united[number] for number in sorted(united)) or None
 
 
 def cluster_from_toml(text: bytes, name: str) -> ClusterSpec:
