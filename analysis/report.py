@@ -74,14 +74,14 @@ def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
 def verdict(document: Document) -> list[Line]:
     """One diagnosis."""
     lines = _title(_headline(document))
+    if _string(document, "text") not in ("", sentence(document)):
+        lines += [*((Span(f"  {part}"),) for part in _wrap(_string(document, "text"), WIDTH - 2)), ()]
     lines += _field("job", _job(document))
     lines += _field("slower", _slowdown(document))
     lines += _field("when", _when(document))
     lines += _field("cost", _cost(document))
     lines += _field("certainty", _certainty(document))
     lines += _field("hardware", "; ".join(_asset(_mapping(a)) for a in _sequence(document.get("assets"))))
-    if _string(document, "text") != sentence(document):
-        lines += _field("in short", _string(document, "text"))
     lines += _evidence([_mapping(e) for e in _sequence(document.get("evidence"))])
     lines += _rivals([_mapping(a) for a in _sequence(document.get("alternatives"))])
     return lines + _sources(document) + _next(document)

@@ -140,18 +140,20 @@ def paced(
     clock: Callable[[], float],
     sleep: Callable[[float], object],
 ) -> Iterator[list[Point]]:
-    """The points no earlier than they came, `speed` times as fast; a tenth of a second of `clock` at a time."""
-    begin, first = clock(), 0
+    """The points no earlier than they came, `speed` times as fast.
+
+    In parts of a tenth of a second on this clock, or of a second of event time where that is shorter.
+    """
+    begin, first, last = clock(), 0, 0
+    step = round(min(0.1 * speed, 1.0) * SECOND)
     part: list[Point] = []
-    due = 0.0
     for batch in batches:
         for point in batch:
-            first = first or point.time
-            at = (point.time - first) / SECOND / speed
-            if at > due + 0.1:
+            first, last = first or point.time, last or point.time
+            if point.time > last + step:
                 yield part
-                part, due = [], at
-                sleep(max(0.0, begin + due - clock()))
+                part, last = [], point.time
+                sleep(max(0.0, begin + (last - first) / SECOND / speed - clock()))
             part.append(point)
     yield part
 
