@@ -137,19 +137,23 @@ class Steps:
 
     def _drain(self) -> None:
         while not self._closing.is_set():
-            ready = self._selector.select()
-            with self._lock:
-                for key, _ in ready:
-                    if self._selector.get_map().get(key.fd) is key:  # an earlier one may have closed it
-                        key.data()
+            self._react(None)
             self._closing.wait(PAUSE_S)
+        self._react(0)  # who has left in the meantime
+        self._leave()
+
+    def _react(self, patience: float | None) -> None:
+        ready = self._selector.select(patience)
         with self._lock:
-            self._leave()
+            for key, _ in ready:
+                if self._selector.get_map().get(key.fd) is key:  # an earlier one may have closed it
+                    key.data()
 
     def _leave(self) -> None:
-        for peer in list(self._peers):
-            self._receive(peer)
-            peer.sock.close()
+        with self._lock:
+            for peer in list(self._peers):
+                self._receive(peer)
+                peer.sock.close()
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._listener.close()

@@ -33,6 +33,7 @@ DEADLINE_S = 2.0
 STOP_S = 5.0  # from SIGTERM to the last byte (design.md 10)
 GATHER_S = 0.1  # a tick's reads end within some milliseconds of each other: one write for all of them
 RING = 200_000  # points, about 100 MB: some minutes of a busy node, for a disk that hesitates
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SELF_EVERY = 10  # ticks between two points about each collector; the heartbeat itself comes every tick
 
 
@@ -157,10 +158,10 @@ def recording_of(name: str, host: str) -> Path:
 class Recorder:
     """A recording as a sink: whole ticks, flushed as they come."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **header: str) -> None:
         """RecordingError where it cannot be written. One that is there already is continued."""
         self._path = path
-        self._writer = Writer(path, by=f"diagnosd {__version__}")
+        self._writer = Writer(path, by=f"diagnosd {__version__}", **header)
         self._lost = 0
 
     def take(self, batches: Sequence[Batch]) -> None:
@@ -276,10 +277,32 @@ def make(host: str, socket: Path, sinks: Sequence[Sink], more: Iterable[Collecto
     return Agent(host, [Steps(host, socket), *(collector(host) for collector in COLLECTORS), *more], sinks)
 
 
+def log_calmly() -> None:
+    """Lines on stderr for whoever watches or keeps the journal; one that cannot be written is no error."""
+    logging.raiseExceptions = False
+    logging.basicConfig(format="diagnosd: %(message)s", level=logging.INFO)
+
+
+def collect(socket: Path, host: str, record: str) -> None:
+    """Record until told to stop. OSError or RecordingError where the socket or the recording cannot be had."""
+    log_calmly()
+    hold_signals()
+    file = recording_of(record, host)
+    watched = make(host, socket, [Recorder(file)])
+    log.info("recording %s into %s; the probes find it at %s", host, file, socket)
+    asyncio.run(until_told(watched))
+
+
+def hold_signals() -> None:
+    """From here on a signal to stop waits until `until_told` takes it: ranks may have found the socket by then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
 async def until_told(agent: Agent) -> None:
-    """Runs until SIGTERM, SIGINT or SIGHUP."""
+    """Runs until one of STOPPING comes."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     await agent.run(stop)

@@ -1,0 +1,215 @@
+"""`diagnosd VERB`: parses arguments, and loads only what the verb needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from diagnosd import __version__
+
+app = typer.Typer(
+    help="Say why a distributed training job is slow: which part of the step grew, where, and for which cause.",
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ERROR, COULD_NOT_START = 1, 125
+# The analysis works on small arrays: threads of the linear algebra library would only take the job's processors, and
+# make its sums depend on their number.
+ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Output(StrEnum):
+    text = "text"
+    json = "json"
+
+
+def _host(name: str) -> str:
+    if not name:
+        from diagnosd.probe.identity import host_name  # noqa: PLC0415
+
+        return host_name()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", name):
+        raise typer.BadParameter(f"{name!r} is no host name: letters, digits, '.', '-' and '_' are allowed")
+    return name
+
+
+def _socket(path: Path | None) -> Path:
+    from diagnosd.probe.message import DEFAULT_SOCKET  # noqa: PLC0415
+
+    return path or Path(os.environ.get("DIAGNOSD_SOCKET") or DEFAULT_SOCKET)
+
+
+Host = Annotated[
+    str, typer.Option(metavar="NAME", callback=_host, help="The name of this host in what is recorded and said.")
+]
+Record = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH", help="Record into a file (.lp, .lp.gz, .lp.zst), or into a folder with one file a host."
+    ),
+]
+Cluster = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", exists=True, dir_okay=False, help="What the operators declare: a cluster.toml."),
+]
+Socket = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", callback=_socket, help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
+]
+OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, with its arguments.")],
+    job: Annotated[str, typer.Option(metavar="NAME", help="The job's name, the same on every node.")] = "",
+    record: Record = "",
+    cluster: Cluster = None,
+    host: Host = "",
+    output: OutputAs = Output.text,
+) -> None:
+    """Run a command and say, while it runs and when it ends, why it is slow.
+
+    Example: diagnosd run --record slow.lp.zst -- torchrun --nproc-per-node 2 train.py
+
+    The command keeps its stdin, stdout, stderr, signals and exit code; the verdict goes to stderr, or with
+    --output json to stdout after the command has ended. Our own exit codes: 125 it could not be observed and was
+    not started, 126 it is not executable, 127 there is no such command.
+    """
+    from diagnosd.probe.identity import job_name  # noqa: PLC0415
+
+    environ = dict(os.environ)
+    named = job_name({**environ, "DIAGNOSD_JOB": job} if job else environ, os.getpid())
+    with _analysis(COULD_NOT_START):
+        from diagnosd import run as observed  # noqa: PLC0415
+    raise typer.Exit(observed.run(command, environ, observed.Options(host, record, cluster), named, output))
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A recording: a file, or a folder of files.")],
+    output: OutputAs = Output.text,
+    speed: Annotated[float | None, typer.Option(metavar="X", help="Replay X times as fast as it was.")] = None,
+    cluster: Cluster = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more while it is being written.")] = False,
+) -> None:
+    """Say what a recording tells: the verdict that the running job had, or would have had.
+
+    Example: diagnosd replay slow.lp.zst
+    """
+    if speed is not None and not 0 < speed < float("inf"):
+        raise typer.BadParameter(f"{speed} is no speed: a number above 0 is allowed", param_hint="--speed")
+    with _analysis(ERROR):
+        from diagnosd import analyzer  # noqa: PLC0415
+    raise typer.Exit(analyzer.replay(path, output, speed, cluster, follow))
+
+
+@app.command()
+def record(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file (.lp, .lp.gz, .lp.zst), or a folder.")],
+    socket: Socket = None,
+    host: Host = "",
+) -> None:
+    """Record what this node and its ranks tell, until Ctrl-C.
+
+    Example: diagnosd record --socket /tmp/probe.sock node.lp.zst
+    """
+    _collect(socket, host, path)
+
+
+@app.command()
+def agent(
+    socket: Socket = None,
+    host: Host = "",
+    record: Record = "",
+    analyze: Annotated[bool, typer.Option("--analyze", help="Say what is found, as it is found.")] = False,
+    cluster: Cluster = None,
+) -> None:
+    """Collect what this node and its ranks tell, until SIGTERM or Ctrl-C.
+
+    Example: diagnosd agent --record /shared/telemetry/ --analyze
+    """
+    if analyze:
+        with _analysis(ERROR):
+            from diagnosd import run as observed  # noqa: PLC0415
+        observed.watch(_socket(socket), observed.Options(host, record, cluster))
+    elif not record:
+        raise typer.BadParameter("nothing would become of it: --record PATH, --analyze or both", param_hint="agent")
+    else:
+        _collect(socket, host, record)
+
+
+def _collect(socket: Path | None, host: str, record: str) -> None:
+    from diagnosd import agent  # noqa: PLC0415
+
+    agent.collect(_socket(socket), host, record)
+
+
+@contextmanager
+def _analysis(code: int) -> Iterator[None]:
+    """Around the imports of what needs the analysis; `code` is the exit code where it is not installed."""
+    os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("diagnosd"):
+            raise
+        print(f"diagnosd: {error.name} is not installed: pip install 'diagnosd[analysis]'", file=sys.stderr)
+        raise typer.Exit(code) from None
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"diagnosd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The options of diagnosd itself."""
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """What nobody foresaw, in a line that says where."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    where = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+    print(f"diagnosd: a mistake of its own, please report it: {kind.__name__}{where}: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    sys.excepthook = _own_mistake
+    threading.excepthook = lambda args: _own_mistake(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - started with it closed (2>&-)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    try:
+        app(prog_name="diagnosd")
+    except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
+        print(f"diagnosd: {_said(error)}", file=sys.stderr)
+        sys.exit(ERROR)

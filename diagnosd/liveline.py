@@ -1,0 +1,52 @@
+"""One line that is rewritten in place at the foot of a terminal, while somebody else's output scrolls above it.
+
+The last row is taken out of the scrolling region (DECSTBM), as apt does for its progress bar: whatever the command
+prints, it never meets the line, nor the line it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+_SAVE, _RESTORE, _ERASE, _UP = "\x1b7", "\x1b8", "\x1b[K", "\x1b[A"
+FEW_ROWS = 4  # with fewer there is no room for both
+
+
+def possible(fd: int) -> bool:
+    """Whether a line can be kept there: a terminal that understands cursor movements, with room."""
+    if not os.isatty(fd) or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return os.get_terminal_size(fd).lines >= FEW_ROWS
+
+
+class LiveLine:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rows = 0
+
+    def show(self, text: str) -> None:
+        """`text` has no control characters."""
+        with suppress(OSError):  # the terminal is gone
+            size = os.get_terminal_size(self._fd)
+            if size.lines < FEW_ROWS:
+                return
+            if size.lines != self._rows:
+                self._make_room(size.lines)
+            self._write(f"{_SAVE}\x1b[{self._rows};1H{_ERASE}{text[: size.columns - 1]}{_RESTORE}")
+
+    def close(self) -> None:
+        """The whole terminal scrolls again, and the line is gone."""
+        if self._rows:
+            with suppress(OSError):
+                self._write(f"{_SAVE}\x1b[r\x1b[{self._rows};1H{_ERASE}{_RESTORE}")
+            self._rows = 0
+
+    def _make_room(self, rows: int) -> None:
+        """A newline first: the cursor may stand in the last row. Setting the region would move it to the top."""
+        self._rows = rows
+        self._write(f"\n{_SAVE}\x1b[1;{rows - 1}r{_RESTORE}{_UP}")
+
+    def _write(self, text: str) -> None:
+        """At once, so that nothing of the command's comes in between."""
+        os.write(self._fd, text.encode())

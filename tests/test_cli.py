@@ -1,0 +1,230 @@
+"""The command line: what it loads, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from diagnosd.cli import app
+from diagnosd.point import Point
+from diagnosd.probe.message import Hello, encode, encode_hello
+from diagnosd.recording import read
+
+ROOT = Path(__file__).parents[1]
+DIAGNOSD = [sys.executable, "-m", "diagnosd"]
+PATIENCE_S = 30.0
+VERBS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def diagnosd(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [*DIAGNOSD, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, cwd=cwd)
+
+
+def points_of(path: Path) -> list[Point]:
+    return [each for batch in read(path) for each in batch]
+
+
+ALL_MODULES = """
+import sys
+from diagnosd.cli import main
+sys.argv[1:] = ["--help"]
+try:
+    main()
+finally:
+    print(*sys.modules)
+"""
+
+
+def test_help_loads_nothing_that_is_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", ALL_MODULES], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert "typer" in loaded
+    assert not loaded & {"numpy", "aiohttp", "influxdb_client", "rich", "asyncio", "zstandard", "msgspec"}
+
+
+def test_help_names_every_verb() -> None:
+    said = diagnosd("--help").stdout
+    assert {"run", "replay", "record", "agent"} == set(VERBS)
+    assert all(re.search(rf"^  {verb} ", said, re.MULTILINE) for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_has_a_sentence_and_an_example_that_parses(verb: str) -> None:
+    said = VERBS[verb].help
+    example = re.search(r"^Example: diagnosd (.*)$", said, re.MULTILINE)
+    assert said.splitlines()[0].endswith(".")
+    assert example
+    arguments = example[1].split()[1:]
+    assert VERBS[verb].make_context(verb, arguments, resilient_parsing=True)
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, each.name) for verb in VERBS for each in VERBS[verb].params])
+def test_every_option_has_a_sentence(verb: str, name: str) -> None:
+    (option,) = (each for each in VERBS[verb].params if each.name == name)
+    assert (option.help or "").endswith(".")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such-option"],
+        ["no-such-verb"],
+        ["run"],
+        ["run", "--output", "xml", "--", "true"],
+        ["run", "--host", "a/b", "--", "true"],
+        ["run", "--cluster", "no-such.toml", "--", "true"],
+        ["replay"],
+        ["replay", "x.lp", "--speed", "0"],
+        ["replay", "x.lp", "--speed", "nan"],
+        ["replay", "x.lp", "--speed", "fast"],
+        ["record"],
+        ["agent"],
+        ["agent", "--host", ""],
+    ],
+)
+def test_a_usage_error_is_said_and_ends_with_2(arguments: Sequence[str]) -> None:
+    done = diagnosd(*arguments)
+    assert done.returncode == 2
+    assert "Error" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    assert re.fullmatch(r"diagnosd \d+\.\d+\.\d+\S*\n", diagnosd("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["replay", "missing.lp"], "missing.lp: no such recording"),
+        (["replay", "text.lp"], "text.lp:1: "),
+        (["record", "missing/x.lp"], "missing/x.lp: cannot be written: No such file or directory"),
+        (["record", "text.lp"], "record under another name"),
+        (["record", "new.lp", "--socket", "text.lp"], "text.lp is there and is no socket"),
+        (["agent", "--analyze", "--socket", "text.lp"], "text.lp is there and is no socket"),
+        (["agent", "--analyze", "--socket", "s", "--cluster", "text.lp"], "text.lp: not TOML"),
+    ],
+)
+def test_an_error_says_what_was_tried_and_ends_with_1(tmp_path: Path, arguments: Sequence[str], said: str) -> None:
+    (tmp_path / "text.lp").write_text("this is not a recording\n")
+    done = diagnosd(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert said in done.stderr
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*DIAGNOSD, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def tell_steps(path: Path, count: int) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
+        sender.connect(str(path))
+        sender.send(encode_hello(Hello(0, "t", 0, 1, 0, 0, os.getpid(), {}, time.time_ns())))
+        for number in range(count):
+            fields = {"step": number, "duration": 0.01}
+            sender.send(encode(number, "diagnosd_step", fields, time.time_ns(), {"source": "probe"}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_everything_that_was_accepted_is_written_when_the_agent_is_told_to_stop(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    agent = start("agent", "--host", "n01", "--socket", tmp_path / "s", "--record", f"{tmp_path}/new/")
+    wait_for(tmp_path / "s")
+    tell_steps(tmp_path / "s", 500)
+    agent.send_signal(number)
+    _, said = agent.communicate(timeout=PATIENCE_S)
+    steps = [each for each in points_of(tmp_path / "new/n01.lp.zst") if each.series.measurement == "diagnosd_step"]
+    assert (agent.returncode, len(steps)) == (0, 500)
+    assert said.splitlines() == [
+        f"diagnosd: recording n01 into {tmp_path}/new/n01.lp.zst; the probes find it at {tmp_path}/s"
+    ]
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_agent_that_was_killed_loses_its_last_second_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    arguments = ("record", tmp_path / "n01.lp.zst", "--host", "n01", "--socket", tmp_path / "s")
+    beats = []
+    for _ in range(2):
+        agent = start(*arguments)
+        wait_for(tmp_path / "s")
+        time.sleep(1.5)  # the first flush: a second of real time is what is at stake
+        agent.kill()
+        agent.communicate()
+        points = points_of(tmp_path / "n01.lp.zst")
+        beats.append(len([each for each in points if each.series.measurement == "diagnosd_agent"]))
+        (tmp_path / "s").unlink()
+    assert 0 < beats[0] < beats[1]
+
+
+def test_an_agent_that_analyzes_says_what_it_saw_when_it_ends(tmp_path: Path) -> None:
+    agent = start("agent", "--analyze", "--host", "n01", "--socket", tmp_path / "s")
+    wait_for(tmp_path / "s")
+    tell_steps(tmp_path / "s", 20)
+    agent.terminate()
+    said, _ = agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 0
+    assert "Job t: 20 steps" in said
+
+
+def test_a_reader_that_has_gone_away_is_no_error(tmp_path: Path) -> None:
+    agent = start("record", tmp_path / "n01.lp", "--host", "n01", "--socket", tmp_path / "s")
+    wait_for(tmp_path / "s")
+    tell_steps(tmp_path / "s", 20)
+    agent.terminate()
+    agent.communicate(timeout=PATIENCE_S)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*DIAGNOSD, "replay", str(tmp_path / "n01.lp"), "--output", "json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_the_commands_exit_code_stands_when_nobody_reads_the_verdict() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*DIAGNOSD, "run", "--output", "json", "--", "sh", "-c", "exit 3"]
+    done = subprocess.run(command, stdout=writer, stderr=writer, check=False, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 3
+
+
+def test_a_verb_that_needs_the_analysis_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy', name='numpy')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [*DIAGNOSD, "run", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    assert (done.returncode, done.stderr) == (
+        125,
+        "diagnosd: numpy is not installed: pip install 'diagnosd[analysis]'\n",
+    )
+
+
+def test_a_mistake_of_our_own_is_one_line_that_says_where() -> None:
+    code = "from diagnosd import cli; cli.app = lambda prog_name: 1 // 0; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"diagnosd: a mistake of its own, please report it: ZeroDivisionError at \S+:1: .*\n", done.stderr
+    )

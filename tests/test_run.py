@@ -1,0 +1,379 @@
+"""`diagnosd run`: real commands, real signals, real terminals; and the verdict that a replay repeats."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diagnosd.point import Point
+from diagnosd.recording import read
+
+ROOT = Path(__file__).parents[1]
+DIAGNOSD = [sys.executable, "-m", "diagnosd"]
+PATIENCE_S = 60.0
+
+TRAINING = """
+import sys, time
+from diagnosd import probe
+for number in range(int(sys.argv[1])):
+    with probe.step(samples=8):
+        with probe.phase("data_wait"):
+            time.sleep(0.001 if number < 80 else 0.12)
+        with probe.phase("forward"):
+            time.sleep(0.03)
+"""
+
+
+def diagnosd(
+    *arguments: str | Path, env: dict[str, str] | None = None, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "cwd": ROOT, **more}
+    return subprocess.run([*DIAGNOSD, *map(str, arguments)], check=False, env={**os.environ, **(env or {})}, **options)
+
+
+def sh(script: str) -> tuple[str, str, str, str]:
+    return ("--", "sh", "-c", script)
+
+
+def python(script: str, *arguments: str) -> tuple[str, ...]:
+    return ("--", sys.executable, "-c", textwrap.dedent(script), *arguments)
+
+
+def points_of(path: Path) -> list[Point]:
+    return [each for batch in read(path) for each in batch]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("exit 255", 255)]
+)
+def test_the_exit_code_is_the_commands(script: str, code: int) -> None:
+    assert diagnosd("run", *sh(script)).returncode == code
+
+
+def test_no_such_command_is_127_and_says_so() -> None:
+    done = diagnosd("run", "--", "no-such-command")
+    assert (done.returncode, done.stderr) == (127, "diagnosd: no-such-command: no such command\n")
+
+
+@pytest.mark.parametrize("text", ["#!/bin/sh\n", "no first line\n"])
+def test_a_command_that_is_not_executable_is_126(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "script"
+    script.write_text(text)
+    script.chmod(0o644 if text.startswith("#!") else 0o755)
+    done = diagnosd("run", "--", script)
+    assert (done.returncode, done.stderr.count("\n")) == (126, 1)
+
+
+def test_a_script_whose_interpreter_is_missing_is_127(tmp_path: Path) -> None:
+    (tmp_path / "script").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "script").chmod(0o755)
+    done = diagnosd("run", "--", tmp_path / "script")
+    assert done.returncode == 127
+    assert "the interpreter in its first line is missing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--record", "/no/such/folder/x.lp"], "cannot be written: No such file or directory"),
+        (["--record", "x.txt"], r"a recording is named \*.lp"),
+        (["--cluster", "bad.toml"], "bad.toml: fabric: found 7; allowed is a table"),
+    ],
+)
+def test_what_cannot_be_observed_is_not_started_and_125(tmp_path: Path, options: list[str], said: str) -> None:
+    (tmp_path / "bad.toml").write_text("fabric = 7\n")
+    done = diagnosd("run", *options, *sh("touch started"), cwd=tmp_path)
+    assert done.returncode == 125
+    assert re.search(said, done.stderr)
+    assert not (tmp_path / "started").exists()
+
+
+def test_stdin_stdout_and_stderr_are_the_commands(tmp_path: Path) -> None:
+    done = diagnosd("run", *sh("cat; echo problem >&2"), input="through\n")
+    assert done.stdout == "through\n"
+    assert done.stderr.startswith("problem\n")
+
+
+def test_options_after_the_command_are_the_commands() -> None:
+    assert diagnosd("run", "echo", "--output", "json", "-h").stdout == "--output json -h\n"
+
+
+def test_the_command_finds_its_job_the_socket_and_the_probe_before_the_users_own_path() -> None:
+    script = 'echo "$DIAGNOSD_JOB|$DIAGNOSD_HOST|$PYTHONPATH"; test -S "$DIAGNOSD_SOCKET" && echo socket'
+    done = diagnosd("run", "--job", "mine", "--host", "n07", *sh(script), env={"PYTHONPATH": "/users/own"})
+    probe = ROOT / "diagnosd/probe/path"
+    assert done.stdout.splitlines() == [f"mine|n07|{probe}:/users/own", "socket"]
+
+
+def test_the_threads_of_our_own_arithmetic_are_not_imposed_on_the_command() -> None:
+    names = "OPENBLAS_NUM_THREADS OMP_NUM_THREADS"
+    env = {name: value for name, value in os.environ.items() if name not in names.split()}
+    done = subprocess.run([*DIAGNOSD, "run", *sh("env")], env=env, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not [line for line in done.stdout.splitlines() if line.split("=")[0] in names.split()]
+
+
+def test_signals_that_python_ignores_are_the_commands_again() -> None:
+    done = diagnosd("run", *sh("grep -E 'SigIgn|SigBlk' /proc/self/status"))
+    masks = dict(line.split(":\t") for line in done.stdout.splitlines())
+    assert int(masks["SigBlk"], 16) == 0
+    assert not int(masks["SigIgn"], 16) & (1 << (signal.SIGPIPE - 1))
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    done = subprocess.run(
+        ["nohup", *DIAGNOSD, "run", *sh("kill -HUP $PPID; kill -HUP $$; echo alive")],
+        capture_output=True, text=True, check=False, cwd=ROOT, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_us_reaches_the_command_once(number: signal.Signals) -> None:
+    script = """
+        import signal, sys, time
+        seen = []
+        signal.signal(int(sys.argv[1]), lambda *_: seen.append(1))
+        print("ready", flush=True)
+        while not seen:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        print(len(seen))
+        sys.exit(9)
+    """
+    command = [*DIAGNOSD, "run", *python(script, str(int(number)))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "1\n"
+    assert process.returncode == 9
+
+
+def test_a_signal_that_ends_the_command_leaves_a_verdict() -> None:
+    command = [*DIAGNOSD, "run", *sh("echo ready; exec sleep 60")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.terminate()
+        said = process.stderr.read()
+    assert process.returncode == 143
+    assert "sh was ended by SIGTERM" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("--", "true"), "true exited with 0, and nothing in it trained with PyTorch"),
+        (("--", sys.executable, "no_such_script.py"), "exited with 2, and nothing in it trained with PyTorch"),
+        (python("print(1)"), "exited with 0, and nothing in it trained with PyTorch"),
+        (
+            python("from diagnosd import probe\nprobe.step().__enter__()\nimport time; time.sleep(1)"),
+            "no rank reported",
+        ),
+    ],
+)
+def test_a_command_without_a_step_is_said_in_a_sentence(command: tuple[str, ...], said: str) -> None:
+    done = diagnosd("run", *command)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_probe_that_is_switched_off_is_named() -> None:
+    done = diagnosd("run", "--", "true", env={"DIAGNOSD": "off"})
+    assert done.stderr == "diagnosd: no rank reported a step: DIAGNOSD=off is set, which switches the probe off.\n"
+
+
+@pytest.fixture(scope="module")
+def starving(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A job of one rank whose loader falls behind, recorded, with a declared cluster."""
+    folder = tmp_path_factory.mktemp("starving")
+    (folder / "cluster.toml").write_text('name = "lab"\nprice_per_gpu_hour = 2.5\n')
+    options = ["--job", "t", "--host", "n01", "--cluster", f"{folder}/cluster.toml", "--record", f"{folder}/rec.lp.zst"]
+    return folder, diagnosd("run", *options, "--output", "json", *python(TRAINING, "140"), timeout=120)
+
+
+def test_a_job_that_starves_is_told_while_it_runs_and_when_it_ends(
+    starving: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = starving
+    documents = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each.get("cause") for each in documents] == ["data_starvation", None]
+    assert documents[0]["cluster"] == "lab"
+    assert documents[-1]["jobs"]["t"]["steps"] == 140
+    assert "diagnosd: confirmed: Data starvation" in done.stderr
+
+
+def test_a_replay_of_the_recording_gives_the_same_bytes(
+    starving: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = starving
+    assert diagnosd("replay", folder / "rec.lp.zst", "--output", "json").stdout == done.stdout
+
+
+def test_the_recording_holds_what_was_declared_and_every_step(
+    starving: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = starving
+    points = points_of(folder / "rec.lp.zst")
+    declared = [each.fields["spec"] for each in points if each.series.measurement == "diagnosd_cluster"]
+    steps = [each.fields["step"] for each in points if each.series.measurement == "diagnosd_step"]
+    states = [each.fields["state"] for each in points if each.series.measurement == "diagnosd_rank"]
+    assert json.loads(str(declared[0]))["price_per_gpu_hour"] == 2.5
+    assert sorted(steps) == list(range(140))
+    assert (states[0], states[-1]) == ("running", "exited")
+
+
+def test_a_folder_is_analyzed_whole_whichever_host_wrote(tmp_path: Path) -> None:
+    options = ["--job", "t", "--record", f"{tmp_path}/"]
+    other = subprocess.Popen(
+        [*DIAGNOSD, "run", *options, "--host", "n02", *python(TRAINING, "60")], cwd=ROOT, stderr=subprocess.DEVNULL,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"},
+    )  # fmt: skip
+    ranked = {"RANK": "0", "WORLD_SIZE": "2"}
+    done = diagnosd("run", *options, "--host", "n01", "--output", "json", *python(TRAINING, "60"), env=ranked)
+    assert other.wait(PATIENCE_S) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"n01.lp.zst", "n02.lp.zst"}
+    assert json.loads(done.stdout.splitlines()[-1])["jobs"]["t"]["hosts"] == ["n01", "n02"]
+
+
+SEQUENCE = re.compile(r"\x1b(?:[78]|\[[0-9;]*[A-Za-z])")
+
+
+class Terminal:
+    """What a terminal of 24 rows shows, as far as scrolling regions and cursor movements go."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = [""] * rows
+        self.row = self.column = 0
+        self.saved = (0, 0)
+        self.bottom = rows - 1
+
+    def feed(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            found = SEQUENCE.match(text, at)
+            if found:
+                self._obey(found[0])
+                at = found.end()
+            else:
+                self._put(text[at])
+                at += 1
+
+    def _put(self, character: str) -> None:
+        if character == "\r":
+            self.column = 0
+        elif character == "\n":
+            if self.row == self.bottom:
+                self.rows[: self.bottom + 1] = [*self.rows[1 : self.bottom + 1], ""]
+            elif self.row < len(self.rows) - 1:
+                self.row += 1
+        else:
+            line = self.rows[self.row].ljust(self.column)
+            self.rows[self.row] = line[: self.column] + character + line[self.column + 1 :]
+            self.column += 1
+
+    def _obey(self, sequence: str) -> None:
+        numbers = [int(part) for part in re.findall(r"\d+", sequence[2:])]
+        match sequence[-1]:
+            case "7":
+                self.saved = (self.row, self.column)
+            case "8":
+                self.row, self.column = self.saved
+            case "r":
+                self.bottom = (numbers[1] if numbers else len(self.rows)) - 1
+                self.row = self.column = 0
+            case "H":
+                self.row, self.column = numbers[0] - 1, numbers[1] - 1
+            case "A":
+                self.row -= 1
+            case "K":
+                self.rows[self.row] = self.rows[self.row][: self.column]
+
+
+def on_a_terminal(command: Sequence[str], rows: int = 24) -> Iterator[str]:
+    """What appears on a terminal, as it appears."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 80, 0, 0))
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    while True:
+        try:
+            yield os.read(ours, 4096).decode()
+        except OSError:  # EIO: nobody has it open any more
+            break
+    os.close(ours)
+    process.wait(PATIENCE_S)
+
+
+def test_the_live_line_stays_at_the_foot_and_the_commands_output_above_it() -> None:
+    script = 'for n in $(seq 40); do echo "line $n"; sleep 0.05; done; sleep 1.2; printf "no newline"; sleep 1.2'
+    terminal = Terminal(24)
+    screens = []
+    for text in on_a_terminal([*DIAGNOSD, "run", *sh(script)]):
+        terminal.feed(text)
+        screens.append(list(terminal.rows))
+    live = [screen for screen in screens if screen[-1].startswith("diagnosd: no rank has reported yet")]
+    assert live
+    assert live[-1][-3:-1] == ["line 40", "no newline"]
+    assert live[-1][-20:-2] == [f"line {number}" for number in range(23, 41)]
+    assert terminal.bottom == 23
+    assert not [row for row in terminal.rows if row.startswith("diagnosd: no rank has reported yet")]
+
+
+def test_without_a_terminal_no_control_sequence_is_written() -> None:
+    done = diagnosd("run", *sh("sleep 1.5"))
+    assert "\x1b" not in done.stderr
+
+
+def test_ctrl_c_on_the_terminal_reaches_the_command_once_and_the_verdict_is_given() -> None:
+    script = """
+        import signal, sys, time
+        seen = []
+        signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+        print("ready", flush=True)
+        while not seen:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        print("times:", len(seen))
+    """
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *DIAGNOSD, "run", *python(script)],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    deadline = time.monotonic() + PATIENCE_S
+    interrupted = False
+    while time.monotonic() < deadline:
+        try:
+            said += os.read(ours, 4096)
+        except OSError:
+            break
+        if b"ready" in said and not interrupted:
+            os.write(ours, b"\x03")
+            interrupted = True
+    process.wait(PATIENCE_S)
+    os.close(ours)
+    assert b"times: 1" in said
+    assert b"exited with 0" in said
+    assert b"Traceback" not in said
