@@ -30,7 +30,7 @@ VERSION = 1
 SUFFIXES = (".lp", ".lp.gz", ".lp.zst")
 _HEADER = "# diagnosd-recording "
 
-_READ = 4 * 1024  # compressed bytes taken at a time: text that repeats may grow to 25 MiB out of so few
+_READ = 1024  # compressed bytes taken at a time: text that repeats may grow to 32 MiB out of so few
 _TEXT = 64 * 1024  # bytes of text decoded at a time: some 300 points
 _FLUSH = 1024 * 1024  # bytes that a writer gathers at most
 # Text of one frame that is held back until its checksum is seen. Our own frames are at most _FLUSH; what somebody
