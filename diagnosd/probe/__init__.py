@@ -17,10 +17,10 @@ Standard library only, Python 3.8 and later.
 import os
 import sys
 from types import TracebackType
-from typing import Optional, Type
+from typing import Any, Optional, Type
 
-from diagnosd.probe.reporter import Reporter, clock
-from diagnosd.probe.steps import COMM, NAMES, Sync
+from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.steps import COMM, DATA_WAIT, NAMES, Steps, Sync
 
 __all__ = ["live", "phase", "samples", "step", "tokens"]
 
@@ -29,7 +29,7 @@ _reporter: Optional[Reporter] = None
 
 
 def live() -> Reporter:
-    """The one of this process, made when it is first asked for."""
+    """The reporter of this process, made when it is first asked for."""
     global _reporter
     if _reporter is None:
         _reporter = Reporter(os.environ)
@@ -38,12 +38,12 @@ def live() -> Reporter:
 
 def samples(count: int) -> None:
     """Add to the samples that this step processes."""
-    _add(samples=count)
+    _note(Steps.add, clock(), count, 0)
 
 
 def tokens(count: int) -> None:
     """Add to the tokens that this step processes."""
-    _add(tokens=count)
+    _note(Steps.add, clock(), 0, count)
 
 
 class step:  # noqa: N801 - reads as a statement: with probe.step():
@@ -56,68 +56,47 @@ class step:  # noqa: N801 - reads as a statement: with probe.step():
         own = live()
         try:
             if own.trains():
-                t = clock()
-                own.register()
-                own.steps.step_begins(t, self._number)
-                own.cost += clock() - t
+                _note(Steps.step_begins, clock(), self._number)
         except Exception as error:
             own.fault("probe.step", error)
 
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        own = live()
-        try:
-            if own.trains():
-                t = clock()
-                _add(self._samples, self._tokens)
-                own.steps.step_ends(t)
-                own.cost += clock() - t
-        except Exception as fault:
-            own.fault("probe.step", fault)
+        t = clock()
+        _note(Steps.add, t, self._samples, self._tokens)
+        _note(Steps.step_ends, t)
 
 
 class phase:  # noqa: N801
     """A phase of the step. `bytes` is what a collective moves: the largest of a step is compared between ranks."""
 
     def __init__(self, name: str, *, bytes: int = 0) -> None:  # noqa: A002
-        self._phase, self._bytes = _PHASES.get(name), bytes
-        self._entered = 0
+        self._phase, self._bytes, self._entered = _PHASES.get(name), bytes, 0
         if self._phase is None:
             _complain(name)
+        elif self._phase == DATA_WAIT:
+            live().loader = "api"
 
     def __enter__(self) -> None:
-        own = live()
-        try:
-            if self._phase is not None and own.accounts():
-                self._entered = clock()
-                if self._phase == _PHASES["data_wait"]:
-                    own.loader = "api"
-                own.steps.enter(self._phase, self._entered)
-                own.cost += clock() - self._entered
-        except Exception as error:
-            own.fault("probe.phase", error)
+        if self._phase is not None:
+            self._entered = clock()
+            _note(Steps.enter, self._entered, self._phase)
 
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        own = live()
-        try:
-            if self._entered and own.accounts():
-                t = clock()
-                own.steps.leave(t)
-                if self._phase == COMM:
-                    wall = own.wall(t)
-                    own.steps.synced(Sync(self._bytes, wall - (t - self._entered), wall, "world:0"))
-                own.cost += clock() - t
-        except Exception as fault:
-            own.fault("probe.phase", fault)
+        t = clock()
+        if self._phase == COMM:
+            _note(Steps.collective_ends, t, Sync(self._bytes, self._entered, t, "world:0"))
+        elif self._phase is not None:
+            _note(Steps.leave, t)
 
 
-def _add(samples: int = 0, tokens: int = 0) -> None:
+def _note(method: Any, *arguments: Any) -> None:
     own = live()
-    if own.accounts():
-        own.steps.add(int(samples), int(tokens))
+    if own.thread == thread_id():
+        own.notes.append((method, 0, *arguments))
 
 
 _complained = False

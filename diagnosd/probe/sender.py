@@ -1,9 +1,10 @@
 """Messages to the agent: never blocking, at most 64 kept while nobody reads, and every loss visible in the numbers.
 
-The training thread only appends (about 1 us); the watching thread encodes and sends, because both are cold code after
-a step's arithmetic: 17 and 18 us were measured between two steps, 6 and 3 us in a loop. A kernel's queue of a SEQPACKET
-socket holds some 160 step messages. When 64 more wait here the oldest goes, and the number it would have had is left
-out. The agent may come, die and return: a new connection is tried at most once a second and begins with a hello.
+A kernel's queue of a SEQPACKET socket holds some 160 step messages. When 64 more wait here the oldest goes, and the
+number it would have had is left out. The agent may come, die and return: a new connection is tried at most once a
+second and begins with a hello.
+
+Used by the watching thread; by the training thread only at exit, and for the first hello.
 """
 
 import errno
@@ -16,7 +17,7 @@ from typing import Callable, Deque, Optional
 from diagnosd.probe.message import Hello, encode_hello
 
 KEPT = 64
-WAKE_AT = 32  # messages: a loop of steps so short does not wait for the watching thread's next round
+AT_ONCE = 32  # messages that are sent without waiting for more
 RECONNECT_SECONDS = 1.0
 _AGAIN = (errno.EAGAIN, errno.ENOBUFS, errno.EINTR)
 
@@ -26,38 +27,33 @@ class Sender:
 
     def __init__(self, path: str, hello: Callable[[int], Hello]) -> None:
         self.path = path
-        self.wake = threading.Event()
         self.dropped = 0
         self._hello = hello
         self._number = 0
         self._skipped = 0  # how much of `dropped` has been left out of the numbers
         self._waiting: Deque[Callable[[int], bytes]] = deque()
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()
         self._socket: Optional[socket.socket] = None
         self._tried = -RECONNECT_SECONDS
 
     def send(self, message: Callable[[int], bytes]) -> None:
-        """Keep a message, which is made from its number when it leaves. From any thread."""
-        waiting = len(self._waiting)
-        if waiting >= KEPT:
-            self._waiting.popleft()
-            self.dropped += 1
-        elif waiting == WAKE_AT:
-            self.wake.set()
-        self._waiting.append(message)
+        """Keep a message, which is made from its number when it leaves."""
+        with self._one_at_a_time:
+            if len(self._waiting) >= KEPT:
+                self._waiting.popleft()
+                self.dropped += 1
+            self._waiting.append(message)
+            if len(self._waiting) >= AT_ONCE:
+                self.flush()
 
     def flush(self) -> None:
         """Connect where there is no connection and send what waits, as far as the kernel takes it at once."""
-        if not self._one_at_a_time.acquire(False):
-            return
-        try:
+        with self._one_at_a_time:
             if self._socket is None and time.monotonic() - self._tried >= RECONNECT_SECONDS:
                 self._connect()
             while self._socket is not None and self._waiting:
                 if not self._transmit(self._socket):
                     break
-        finally:
-            self._one_at_a_time.release()
 
     def introduce(self) -> None:
         """Say hello again on the standing connection: what it tells has changed."""
@@ -107,6 +103,5 @@ class Sender:
         return True
 
     def _skip_dropped(self) -> None:
-        dropped = self.dropped
-        self._number += dropped - self._skipped
-        self._skipped = dropped
+        self._number += self.dropped - self._skipped
+        self._skipped = self.dropped

@@ -67,9 +67,8 @@ class Peers:
         fields = {peer: self._fields(peer, connections) for peer, connections in peers.items()}
         named = sorted(fields, key=lambda peer: (fields[peer]["send_queue"], fields[peer]["rtt"]), reverse=True)
         slowest = sorted(fields, key=lambda peer: fields[peer]["rtt"], reverse=True)
-        chosen: List[str] = []
-        for pair in zip(named, slowest):  # noqa: B905 - of equal length, and Python 3.8 knows no strict
-            chosen += [peer for peer in pair if peer not in chosen]
+        turns = [peer for pair in zip(named, slowest) for peer in pair]  # noqa: B905 - Python 3.8 knows no strict
+        chosen = list(dict.fromkeys(turns))
         told = {peer: fields[peer] for peer in chosen[:NAMED_PEERS]}
         rest = [fields[peer] for peer in chosen[NAMED_PEERS:]]
         if rest:

@@ -1,7 +1,8 @@
 """The accounting of a step: where each nanosecond of the training thread went, and where one step ends.
 
 Every moment belongs to exactly one phase, the innermost that is open, so that the phases of a step add up to its
-duration exactly. Times are integers in nanoseconds of a clock that the caller reads; nothing here knows PyTorch.
+duration exactly. Times are integers in nanoseconds of one clock that the caller reads; nothing here knows PyTorch. Each
+method takes the time first: it is what the training thread notes, and another thread plays back a moment later.
 
 Time between calls has no name of its own. After a fetch (or after the forward of a DDP module) it is LOOSE: a backward
 that follows claims it as forward, for the loss and the model run there; anything else that follows leaves it to OTHER.
@@ -15,7 +16,7 @@ a step ends where the next fetch begins.
 A stretch from one fetch to the next without a backward is evaluation if its loader never fed a backward.
 """
 
-from typing import Callable, Hashable, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Hashable, List, NamedTuple, Optional, Set
 
 DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, COMM, CHECKPOINT, EVAL, BLOCKED, OTHER, LOOSE = range(11)
 NAMES = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm", "checkpoint", "eval", "blocked", "other")
@@ -26,7 +27,7 @@ _INNER = (COMM, H2D, BLOCKED)  # inside a checkpoint or an evaluation these are 
 
 
 class Sync(NamedTuple):
-    """A collective that the host blocked in: bytes, and its start and end in ns of the wall clock."""
+    """A collective that the host blocked in: bytes, start, end, and the group that met in it."""
 
     bytes: int
     enter: int
@@ -45,7 +46,7 @@ class Queue(NamedTuple):
 class Part:
     """A stretch of a step: from a fetch, or from an optimizer call, to the next."""
 
-    __slots__ = ("backward", "loader", "queue", "samples", "spent", "split", "stepped", "sync", "tokens")
+    __slots__ = ("backward", "loader", "marks", "queue", "samples", "spent", "split", "stepped", "sync", "tokens")
 
     def __init__(self) -> None:
         self.spent = [0] * 11
@@ -57,10 +58,11 @@ class Part:
         self.tokens = 0
         self.queue: Optional[Queue] = None
         self.sync: Optional[Sync] = None
+        self.marks: List[Any] = []
 
 
 class Step(NamedTuple):
-    """A step that is over. `spent` is indexed by phase and sums to `duration`; `end` is in ns of the caller's clock."""
+    """A step that is over. `spent` is indexed by phase and sums to `duration`; `marks` are the caller's."""
 
     number: int
     end: int
@@ -71,6 +73,7 @@ class Step(NamedTuple):
     tokens: int
     queue: Optional[Queue]
     sync: Optional[Sync]
+    marks: List[Any]
 
 
 class Steps:
@@ -80,7 +83,7 @@ class Steps:
         self.number = 0
         self.phase = OTHER
         self.since = 0  # when the present phase began or was last looked at
-        self.entered = 0  # when the innermost call began: for the eyes of another thread
+        self.entered = 0  # when the innermost call began
         self.used = [False] * 11  # phases that this process has ever been in
         self.explicit = False  # the script says itself where a step ends
         self.rooted = False  # forward is timed by the module that wraps the model
@@ -94,11 +97,12 @@ class Steps:
         self._optimizers: Set[Hashable] = set()
         self._training: Set[Hashable] = set()  # loaders that fed a backward
         self._fetches = 0
+        self._backward_seen = False
         self._eager = True
 
     # --- phases ---------------------------------------------------------------------------------------------------
 
-    def enter(self, phase: int, t: int) -> None:
+    def enter(self, t: int, phase: int) -> None:
         """A call begins at `t`; each `enter` is followed by one `leave`."""
         self._part.spent[self.phase] += t - self.since
         self._stack.append(self.phase)
@@ -142,10 +146,10 @@ class Steps:
             self._unwind(t)
         if not self._stack:
             self._rest(OTHER, t)
-            self.end_of_pending()
-            if self._part.loader is not None or self._part.backward:
+            self.end_of_pending(t)
+            if self._part.loader is not None or self._part.backward or self._part.spent[EVAL]:
                 self._seal()
-        self.enter(DATA_WAIT, t)
+        self.enter(t, DATA_WAIT)
 
     def fetch_begins(self, t: int, loader: Hashable) -> None:
         if self._last:
@@ -158,11 +162,9 @@ class Steps:
 
     def fetch_ends(self, t: int, samples: int = 0, tokens: int = 0, queue: Optional[Queue] = None) -> None:
         self.leave(t)
-        part = self._part
-        part.samples += samples
-        part.tokens += tokens
-        if part.queue is None:
-            part.queue = queue
+        self.add(t, samples, tokens)
+        if self._part.queue is None:
+            self._part.queue = queue
         if not self._stack and not self.rooted:
             self._rest(LOOSE, t)
 
@@ -171,7 +173,7 @@ class Steps:
         if not self._stack:
             self._rest(OTHER, t)
             self._unclaimed(self._part)
-        self.enter(FORWARD, t)
+        self.enter(t, FORWARD)
 
     def forward_ends(self, t: int) -> None:
         self.leave(t)
@@ -186,33 +188,39 @@ class Steps:
                 self.used[FORWARD] = True
         part.spent[FORWARD] += part.spent[LOOSE]
         part.spent[LOOSE] = 0
-        part.backward = True
+        part.backward = self._backward_seen = True
         if part.loader is not None:
             self._training.add(part.loader)
-        self.enter(BACKWARD, t)
+        self.enter(t, BACKWARD)
 
-    def backward_ends(self, t: int, exposed: int = 0, sync: Optional[Sync] = None, split: bool = True) -> None:
-        """Of this call, `exposed` ns were waiting for `sync`; `split` is False where that is not known."""
+    def backward_ends(self, t: int, sync: Optional[Sync] = None, split: bool = True) -> None:
+        """From the begin of `sync` on, this call waited; `split` is False where it is not known since when."""
         spent = self._part.spent
         self.leave(t)
-        exposed = max(0, min(exposed, spent[BACKWARD]))
-        spent[BACKWARD] -= exposed
-        spent[COMM] += exposed
         self._part.split = self._part.split and split
         if sync is not None:
+            exposed = max(0, min(t - sync.enter, spent[BACKWARD]))
+            spent[BACKWARD] -= exposed
+            spent[COMM] += exposed
             self.used[COMM] = True
-            self.synced(sync)
+            self._synced(sync)
         if not self._stack and self._part.stepped:  # the optimizer ran inside the backward
             self._updated(t)
 
-    def synced(self, sync: Sync) -> None:
+    def collective_ends(self, t: int, sync: Optional[Sync]) -> None:
+        """What `enter` with COMM began; `sync` is None for one that moved nothing, or was only issued."""
+        self.leave(t)
+        if sync is not None:
+            self._synced(sync)
+
+    def _synced(self, sync: Sync) -> None:
         """Keep the largest collective of the step; of equals the last, so that all ranks keep the same one."""
         if self._part.sync is None or sync.bytes >= self._part.sync.bytes:
             self._part.sync = sync
 
     def optimizer_begins(self, t: int) -> None:
         self._start(t)
-        self.enter(OPTIMIZER, t)
+        self.enter(t, OPTIMIZER)
 
     def optimizer_ends(self, t: int, optimizer: Hashable) -> None:
         self.leave(t)
@@ -223,18 +231,18 @@ class Steps:
             self._updated(t)
 
     def checkpoint_begins(self, t: int) -> None:
-        self.end_of_pending()
-        self.enter(CHECKPOINT, t)
+        self.end_of_pending(t)
+        self.enter(t, CHECKPOINT)
 
     def evaluation_begins(self, t: int) -> None:
         """It lasts until the next fetch, forward or backward of training."""
         if not self._stack and self._began is not None:
-            self.end_of_pending()
+            self.end_of_pending(t)
             self._rest(EVAL, t)
             self.used[EVAL] = True
 
-    def add(self, samples: int, tokens: int) -> None:
-        """What this step processes, beyond what its fetches brought."""
+    def add(self, _t: int, samples: int, tokens: int) -> None:
+        """More that this step processes."""
         self._part.samples += samples
         self._part.tokens += tokens
 
@@ -253,7 +261,11 @@ class Steps:
         self._last, self._end = len(self._parts), t
         self._close()
 
-    def end_of_pending(self) -> None:
+    def mark(self, _t: int, mark: Any) -> None:
+        """Something of the caller's that belongs to this step."""
+        self._part.marks.append(mark)
+
+    def end_of_pending(self, _t: int) -> None:
         """What was the last optimizer call so far is the last of its step."""
         if self._last:
             self._close()
@@ -270,14 +282,16 @@ class Steps:
 
     def _updated(self, t: int) -> None:
         """An optimizer call outside everything has returned at `t`."""
-        stepped = self._part.stepped
         if self.explicit:
             return
-        if self._last and any(stepped & part.stepped for part in self._parts[: self._last]):
-            if self._part.backward:
-                self._close()
-            else:
-                self._eager = False  # twice for one backward: the first call was not the last
+        part = self._part
+        if not part.backward and self._backward_seen:
+            self._eager = False  # a second call for one backward: the first was not the last
+            if not self._last:  # and its step has been told: this call's time goes to the next
+                self._seal()
+                return
+        elif any(part.stepped & before.stepped for before in self._parts[: self._last]):
+            self._close()
         self._seal()
         self._last, self._end = len(self._parts), t
         if self._eager and len(self._optimizers) == 1 and self.number >= EAGER_AFTER:
@@ -298,6 +312,7 @@ class Steps:
             sum(part.tokens for part in parts),
             next((part.queue for part in parts if part.queue is not None), None),
             max((p.sync for p in reversed(parts) if p.sync is not None), key=_bytes, default=None),
+            [mark for part in parts for mark in part.marks],
         )
         self.number += 1
         self._over(step)

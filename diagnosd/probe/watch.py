@@ -1,7 +1,7 @@
-"""The thread that looks on: it sends what the training thread left, and tells how the rank fares, also when it hangs.
+"""The thread that looks on: it plays back what the training thread noted, and tells how the rank fares, also in a hang.
 
-Every ROUND it sends; every 2 to 5 s it reads what only this process may read of itself. It never holds a lock that the
-training thread waits for, and it reads that thread's accounts without one: a torn look is a wrong moment, no more.
+Every ROUND it accounts and sends; every 2 to 5 s it reads what only this process may read of itself. It never holds a
+lock that the training thread waits for.
 """
 
 import threading
@@ -28,29 +28,40 @@ class Watch(threading.Thread):
         """`main` is the native id of the thread that trains."""
         super().__init__(name="diagnosd", daemon=True)
         self._reporter, self._main, self._hang_seconds = reporter, main, hang_seconds
+        self._thread = reporter.thread or 0
         self._collections = process.Collections()
         self._peers = Peers()
         self._usage = process.Usage(main=main)
         self._every = OBSERVE_SECONDS[0]
         self._shown = 0  # when the phase began whose stack was shown
-        self._told = ""  # what the last hello said
+        self._told = self._tells()
 
     def run(self) -> None:
         try:
             self._go_on()
         except Exception as error:  # a thread of ours must not die with a traceback on the job's terminal
             self._reporter.fault("watching thread", error)
+            self._reporter.play()
+            self._reporter.sender.flush()
 
     def _go_on(self) -> None:
-        sender, next_look = self._reporter.sender, 0.0
+        reporter, next_look = self._reporter, 0.0
         while True:
+            reporter.overdue()
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + self._every
-            self._reporter.overdue()
-            sender.flush()
-            sender.wake.clear()
-            sender.wake.wait(ROUND_SECONDS)
+            reporter.play()
+            tells = self._tells()
+            if tells != self._told:  # a loader, an address or a layout was found after the hello
+                self._told = tells
+                reporter.sender.introduce()
+            reporter.sender.flush()
+            time.sleep(ROUND_SECONDS)
+
+    def _tells(self) -> object:
+        """What a hello says, as far as it changes."""
+        return self._reporter.loader, self._reporter.rank, dict(self._reporter.facts)
 
     def _look(self) -> None:
         began = time.thread_time()
@@ -60,39 +71,32 @@ class Watch(threading.Thread):
         self._reporter.point("diagnosd_process", fields)
         for peer, counters in self._peers.read().items():
             self._reporter.point("diagnosd_socket", counters, {"peer": peer})
-        self._introduce()
+        if self._peers.addresses:
+            self._reporter.facts["addresses"] = ",".join(sorted(self._peers.addresses))
         wanted = (time.thread_time() - began) / OBSERVE_SHARE
         self._every = min(max(wanted, OBSERVE_SECONDS[0]), OBSERVE_SECONDS[1])
 
     def _worker_pids(self) -> List[int]:
         return [pid for pids in list(self._reporter.workers.values()) for pid in pids]
 
-    def _introduce(self) -> None:
-        """A loader, an address or a layout was found after the hello."""
-        reporter = self._reporter
-        if self._peers.addresses:
-            reporter.facts["addresses"] = ",".join(sorted(self._peers.addresses))
-        tells = "%s %s %s" % (reporter.loader, reporter.rank, reporter.facts)
-        if tells != self._told:
-            if self._told:
-                reporter.sender.introduce()
-            self._told = tells
-
     def _whereabouts(self) -> Dict[str, Value]:
         """Phase, step, last collective, and once the stack of a phase that lasts beyond all measure."""
         reporter = self._reporter
-        if not reporter.on:
-            return {}
         steps = reporter.steps
-        phase, entered = steps.phase, steps.entered
-        lasts = clock() - entered
-        fields: Dict[str, Value] = {"phase": name_of(phase), "phase_seconds": seconds(lasts), "step": steps.number}
+        if not reporter.on or not steps.entered:
+            return {}
+        lasts = clock() - steps.entered
+        fields: Dict[str, Value] = {
+            "phase": name_of(steps.phase),
+            "phase_seconds": seconds(lasts),
+            "step": steps.number,
+        }
         group, count = reporter.collective
         if group:
             fields.update(group=group, seq=count)
-        if self.hangs(lasts * 1e-9, reporter.step_ns * 1e-9) and self._shown != entered:
-            self._shown = entered
-            fields["stack"] = process.stack(reporter.thread or 0)
+        if self.hangs(lasts * 1e-9, reporter.step_ns * 1e-9) and self._shown != steps.entered:
+            self._shown = steps.entered
+            fields["stack"] = process.stack(self._thread)
         return fields
 
     def hangs(self, phase_seconds: float, step_seconds: float) -> bool:

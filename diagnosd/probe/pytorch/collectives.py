@@ -9,8 +9,8 @@ import sys
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from diagnosd.probe.pytorch import groups, patching
-from diagnosd.probe.reporter import Reporter, clock
-from diagnosd.probe.steps import COMM, Sync
+from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.steps import COMM, Steps, Sync
 
 
 class Call(NamedTuple):
@@ -60,6 +60,7 @@ class _Collectives:
     def __init__(self, torch: Any, reporter: Reporter, functions: Any) -> None:
         self._torch, self._reporter, self._functions = torch, reporter, functions
         self._compiling = patching.is_compiling(torch)
+        self._inside = False
         self._issued: Dict[int, Message] = {}
         self._counts: Dict[str, int] = {}
 
@@ -68,12 +69,13 @@ class _Collectives:
 
         def collective(*args: Any, **kwargs: Any) -> Any:
             # Inside another one (all_gather_object, a send's Work) it is a part of that.
-            if compiling() or not reporter.accounts() or reporter.steps.phase == COMM:
+            if compiling() or thread_id() != reporter.thread or self._inside:
                 return original(*args, **kwargs)
+            began = clock()
             message = self._message(call, args, kwargs)
             if message is None:
                 return original(*args, **kwargs)
-            return self._timed(message, original, args, kwargs)
+            return self._timed(message, began, original, args, kwargs)
 
         return collective
 
@@ -81,41 +83,35 @@ class _Collectives:
         compiling, reporter = self._compiling, self._reporter
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or not reporter.accounts() or reporter.steps.phase == COMM:
+            if compiling() or thread_id() != reporter.thread or self._inside:
                 return original(work, *args, **kwargs)
             message = self._issued.pop(id(work), (0, ""))
-            return self._timed(message, original, (work, *args), kwargs)
+            return self._timed(message, clock(), original, (work, *args), kwargs)
 
         return wait
 
-    def _timed(self, message: Message, original: Any, args: Any, kwargs: Any) -> Any:
-        reporter, began, result = self._reporter, clock(), None
-        reporter.steps.enter(COMM, began)
+    def _timed(self, message: Message, began: int, original: Any, args: Any, kwargs: Any) -> Any:
+        note, sync = self._reporter.notes.append, None
+        note((Steps.enter, clock() - began, began, COMM))
+        self._inside = True
         try:
             result = original(*args, **kwargs)
+            if isinstance(result, self._functions.Work):  # only issued: the host blocks in its wait(), if ever
+                self._keep(id(result), message)
+            elif message[0]:
+                sync = Sync(message[0], began, clock(), message[1])
             return result
         finally:
-            if reporter.on:
-                self._ended(message, began, result)
+            self._inside = False
+            note((Steps.collective_ends, 0, clock(), sync))
 
-    def _ended(self, message: Message, began: int, result: Any) -> None:
-        reporter, t = self._reporter, clock()
-        try:
-            reporter.steps.leave(t)
-            if isinstance(result, self._functions.Work):  # only issued: the host blocks in its wait(), if ever
-                if len(self._issued) >= ISSUED:
-                    self._issued.clear()
-                self._issued[id(result)] = message
-            elif message[0]:
-                wall = reporter.wall(t)
-                reporter.steps.synced(Sync(message[0], wall - (t - began), wall, message[1]))
-            reporter.cost += clock() - t
-        except Exception as error:
-            reporter.fault("collective", error)
+    def _keep(self, work: int, message: Message) -> None:
+        if len(self._issued) >= ISSUED:
+            self._issued.clear()
+        self._issued[work] = message
 
     def _message(self, call: Call, args: Any, kwargs: Any) -> Optional[Message]:
         """None where there is no group to speak in, or where a device speaks."""
-        t = clock()
         try:
             group = args[call.group] if len(args) > call.group else kwargs.get("group")
             name = groups.name(self._functions, group)
@@ -126,7 +122,6 @@ class _Collectives:
             bytes_ = self._bytes(moved)
             self._counts[name] = self._counts.get(name, 0) + 1
             self._reporter.collective = (name, self._counts[name])
-            self._reporter.cost += clock() - t
             return (bytes_, name) if name and bytes_ is not None else None
         except Exception as error:
             self._reporter.fault("collective", error)

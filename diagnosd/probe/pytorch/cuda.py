@@ -3,9 +3,9 @@
 Not run on hardware: it was written on a machine without a GPU.
 
 Events are recorded where the host passes from one phase to the next, never while a graph is captured, and only the
-training thread asks, at the end of a later step, whether they are over. A step waits for its own at most HELD steps or
-HELD_SECONDS; then it is told without device times. Between the last event of a step and the first of the next the
-device had nothing of the job to do on that stream: `device_gap`.
+training thread asks, when an optimizer has been called, whether they are over. A step waits for its own while at most
+HELD wait and for HELD_SECONDS; then it is told without device times. Between the last event of a step and the first of
+the next the device had nothing of the job to do on that stream: `device_gap`.
 """
 
 import functools
@@ -14,8 +14,8 @@ from collections import deque
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
 from diagnosd.probe.pytorch import patching
-from diagnosd.probe.reporter import Deliverable, Reporter, clock
-from diagnosd.probe.steps import BLOCKED
+from diagnosd.probe.reporter import Reporter, Told, clock, thread_id
+from diagnosd.probe.steps import BLOCKED, Step, Steps
 
 HELD = 4
 HELD_SECONDS = 2.0
@@ -28,7 +28,7 @@ Interval = Tuple[str, Any, Any]  # phase, event at its begin, event at its end
 class _Held(NamedTuple):
     """A step that is over for the host. `before` is the last event of the step before it."""
 
-    deliverable: Deliverable
+    told: Told
     since: float
     before: Any
     intervals: List[Interval]
@@ -38,64 +38,71 @@ class Device:
     """Does nothing until a backward begins at a tensor on a device; the host's clock serves until then."""
 
     def __init__(self, torch: Any, reporter: Reporter) -> None:
-        self.active = False
+        self.kind: Optional[str] = None  # "cpu", "cuda", ... once a backward has been seen
         self._torch, self._reporter = torch, reporter
         self._held: Deque[_Held] = deque()
         self._open: Optional[Tuple[str, Any]] = None
-        self._intervals: List[Interval] = []
         self._last: Any = None  # event
 
     def seen(self, tensors: Any) -> None:
         """What a backward begins at."""
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-        kind = tensor.device.type if isinstance(tensor, self._torch.Tensor) else "cpu"
-        if kind == "cpu" or self._reporter.device:
-            return
-        self._reporter.device = kind
-        if kind == "cuda":
-            self.active = True
-            self._reporter.deliver, self._reporter.overdue = self._hold, self._give_up_waiting
+        self.kind = tensor.device.type if isinstance(tensor, self._torch.Tensor) else "cpu"
+        if self.kind != "cpu":
+            self._reporter.device = self.kind
+        if self.kind == "cuda":
+            self._reporter.tell, self._reporter.overdue = self._hold, self.give_up
 
     def passes(self, ended: Optional[str], begun: Optional[str]) -> None:
         """The host has enqueued all of one phase and begins another."""
-        if not self.active or self._torch.cuda.is_current_stream_capturing():
-            self._open = None
+        if self.kind != "cuda":
             return
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record()
-        if self._open is not None and self._open[0] == ended:
-            self._intervals.append((ended, self._open[1], event))
-        self._open = (begun, event) if begun is not None else None
-
-    def copied(self, began: Any) -> None:
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._intervals.append((H2D, began, event))
-
-    def _hold(self, deliverable: Deliverable) -> None:
-        """By the training thread, at the end of a step."""
-        intervals, self._intervals = self._intervals, []
-        self._held.append(_Held(deliverable, time.monotonic(), self._last, intervals))
-        if intervals:
-            self._last = intervals[-1][2]
-        while self._held:
-            oldest = self._held[0]
-            over = not oldest.intervals or oldest.intervals[-1][2].query()
-            if not over and len(self._held) <= HELD:
-                break
-            self._deliver(_times(oldest) if over else {})
-
-    def _give_up_waiting(self) -> None:
-        """By the watching thread: the host hangs, or the job has ended."""
-        while self._held and time.monotonic() - self._held[0].since > HELD_SECONDS:
-            self._deliver({})
-
-    def _deliver(self, times: Dict[str, float]) -> None:
         try:
-            held = self._held.popleft()
-        except IndexError:  # the other thread was faster
-            return
-        self._reporter.sender.send(functools.partial(held.deliverable, times))
+            event = self.event()
+            if event is not None and self._open is not None and self._open[0] == ended:
+                self.interval(ended, self._open[1], event)
+            self._open = (begun, event) if begun is not None and event is not None else None
+        except Exception as error:
+            self._reporter.fault("CUDA events", error)
+
+    def event(self) -> Any:
+        """One that the stream has yet to reach, None where a graph is captured."""
+        if self._torch.cuda.is_current_stream_capturing():
+            return None
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def interval(self, phase: str, begin: Any, end: Any) -> None:
+        self._reporter.notes.append((Steps.mark, 0, clock(), (phase, begin, end)))
+
+    def look(self) -> None:
+        """By the training thread: the steps that are over on the device too may be told."""
+        try:
+            while self._held:
+                oldest = self._held.popleft()
+                over = not oldest.intervals or oldest.intervals[-1][2].query()
+                if not over and len(self._held) < HELD:
+                    self._held.appendleft(oldest)
+                    break
+                self._reporter.points.append(functools.partial(oldest.told, _times(oldest) if over else {}))
+        except Exception as error:
+            self._reporter.fault("CUDA events", error)
+
+    def give_up(self) -> None:
+        """By the watching thread, or at exit: the steps of a host that hangs are told without device times."""
+        while self._held:
+            oldest = self._held.popleft()
+            if time.monotonic() - oldest.since < HELD_SECONDS and self._reporter.on:
+                self._held.appendleft(oldest)
+                break
+            self._reporter.points.append(functools.partial(oldest.told, {}))
+
+    def _hold(self, told: Told, step: Step) -> None:
+        """By the watching thread, when a step is over for the host."""
+        self._held.append(_Held(told, time.monotonic(), self._last, step.marks))
+        if step.marks:
+            self._last = step.marks[-1][2]
 
 
 def _times(held: _Held) -> Dict[str, float]:
@@ -123,34 +130,34 @@ def patch_copies(torch: Any, reporter: Reporter, device: Device) -> None:
     """Copies from pageable memory: the host waits for them. Those that need not wait say non_blocking."""
     compiling = patching.is_compiling(torch)
     for name in ("to", "cuda"):
-        patching.put(reporter, torch.Tensor, name, functools.partial(_copy, torch, reporter, device, compiling))
+        patching.put(reporter, torch.Tensor, name, functools.partial(_copy, reporter, device, compiling))
 
 
-def _copy(torch: Any, reporter: Reporter, device: Device, compiling: Callable[[], bool], original: Any) -> Any:
+def _copy(reporter: Reporter, device: Device, compiling: Callable[[], bool], original: Any) -> Any:
     def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if compiling() or not device.active or tensor.is_cuda or kwargs.get("non_blocking") or not reporter.accounts():
+        if compiling() or device.kind != "cuda" or tensor.is_cuda or thread_id() != reporter.thread:
             return original(tensor, *args, **kwargs)
-        if tensor.numel() * tensor.element_size() < LEAST_COPY or torch.cuda.is_current_stream_capturing():
+        if kwargs.get("non_blocking") or tensor.numel() * tensor.element_size() < LEAST_COPY:
             return original(tensor, *args, **kwargs)
-        began = torch.cuda.Event(enable_timing=True)
-        began.record()
+        device.passes(None, H2D)
         result = original(tensor, *args, **kwargs)
         if result.is_cuda:
-            device.copied(began)
+            device.passes(H2D, FORWARD)
         return result
 
     return copy
 
 
 def _synchronize(reporter: Reporter, original: Any) -> Any:
+    note = reporter.notes.append
+
     def synchronize(*args: Any, **kwargs: Any) -> Any:
-        if not reporter.accounts():
+        if thread_id() != reporter.thread:
             return original(*args, **kwargs)
-        reporter.steps.enter(BLOCKED, clock())
+        note((Steps.enter, 0, clock(), BLOCKED))
         try:
             return original(*args, **kwargs)
         finally:
-            if reporter.on:
-                reporter.steps.leave(clock())
+            note((Steps.leave, 0, clock()))
 
     return synchronize

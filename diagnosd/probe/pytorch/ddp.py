@@ -18,27 +18,31 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from diagnosd.probe.pytorch import groups, patching
 from diagnosd.probe.pytorch.cuda import FORWARD, Device
-from diagnosd.probe.reporter import Reporter, clock
-from diagnosd.probe.steps import Sync
+from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.steps import Steps, Sync
 
 # Reading the logger takes some 15 us between two steps, and its own stock-taking 6. On steps below 5 ms that is more
 # than the probe may take, so only every tenth or hundredth iteration is read; all ranks count them alike.
 RATES = ((5_000_000, 1), (500_000, 10), (0, 100))  # step of at least ns, iterations
+PYTORCHS_RATE = 100
 FIRST_ITERATIONS = 10  # that PyTorch takes stock of at any rate
-
-Communication = Tuple[int, Optional[Sync], bool]  # exposed ns, the reduction, whether the former is known
 
 
 class _Model:
     """One DDP module, its iterations counted as its reducer does."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, group: str) -> None:
         self.module = weakref.ref(module)
         self.host = module.device_type == "cpu"
         self.iteration = 0
         self._rate = 0
-        self._group = groups.name(sys.modules["torch.distributed.distributed_c10d"], module.process_group)
+        self._group = group
         self._hook: Optional[_Hook] = None
+
+    def leave(self) -> None:
+        module = self.module()
+        if module is not None and self._rate:
+            module._set_ddp_runtime_logging_sample_rate(PYTORCHS_RATE)
 
     def reduction(self, step_ns: int) -> Optional[Sync]:
         """How the gradients of the latest iteration were reduced, None where it was not timed."""
@@ -46,7 +50,8 @@ class _Model:
         if module is None:
             return None
         if self._hook is not None:
-            return self._hook.reduction(self._group)
+            moved, issued, reduced = self._hook.take()
+            return self._sync(moved, issued, reduced) if moved else None
         rate = next(rate for least, rate in RATES if step_ns >= least) if step_ns else 1
         if rate != self._rate:
             self._rate = rate
@@ -60,7 +65,12 @@ class _Model:
             self._hook = _Hook.of(module)
             return None
         computed, reduced = figures["backward_compute_time_end"], figures["backward_comm_time_end"]
-        return Sync(figures["total_parameter_size_bytes"], computed, reduced, self._group)
+        return self._sync(figures["total_parameter_size_bytes"], computed, reduced)
+
+    def _sync(self, moved: int, computed: int, reduced: int) -> Sync:
+        """From times of the wall clock."""
+        offset = time.time_ns() - clock()
+        return Sync(moved, computed - offset, reduced - offset, self._group)
 
 
 class _Hook:
@@ -89,9 +99,10 @@ class _Hook:
         self._reduced = time.time_ns()
         return future.value()[0]
 
-    def reduction(self, group: str) -> Optional[Sync]:
+    def take(self) -> Tuple[int, int, int]:
+        """Bytes, and wall clock in ns when the last bucket was issued and the last was back."""
         moved, self._bytes = self._bytes, 0
-        return Sync(moved, self._issued, max(self._issued, self._reduced), group) if moved else None
+        return moved, self._issued, max(self._issued, self._reduced)
 
 
 class Models:
@@ -99,67 +110,70 @@ class Models:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
+        self._functions = sys.modules.get("torch.distributed.distributed_c10d")
         self._known: Dict[int, _Model] = {}
         self._pending: List[_Model] = []
+        reporter.at_off.append(self._leave)
+
+    def _leave(self) -> None:
+        for model in self._known.values():
+            model.leave()
 
     def forward(self, module: Any) -> None:
-        """A forward whose backward will reduce gradients. Those under no_sync() reduce nothing."""
-        model = self._known.get(id(module))
-        if model is None or model.module() is not module:
-            model = self._known[id(module)] = _Model(module)
-        model.iteration += 1
-        if model not in self._pending:
-            self._pending.append(model)
+        """A forward of training has run. Its backward will reduce gradients, but not under no_sync()."""
+        try:
+            if not module.require_backward_grad_sync:
+                return
+            model = self._known.get(id(module))
+            if model is None or model.module() is not module:
+                model = self._known[id(module)] = _Model(module, groups.name(self._functions, module.process_group))
+            model.iteration += 1
+            if model not in self._pending:
+                self._pending.append(model)
+        except Exception as error:
+            self._reporter.fault("DDP", error)
 
-    def communication(self, began: int, ended: int) -> Communication:
-        """Of the backward between `began` and `ended`: how long the host waited in it for the others."""
+    def communication(self, began: int) -> Tuple[Optional[Sync], bool]:
+        """The reduction that the backward since `began` ended with, and whether it was timed, if there was one."""
         pending, self._pending = self._pending, []
-        exposed, largest = 0, None
+        largest = None
         for model in pending:
-            sync = model.reduction(self._reporter.step_ns) if model.host else None
-            wall = self._reporter.wall(ended)
-            if sync is None or sync.enter < wall - (ended - began):
-                return 0, None, False
-            exposed = max(exposed, wall - sync.enter)
+            sync = self._reduction(model)
+            if sync is None or sync.enter < began:
+                return None, False
             largest = sync if largest is None or sync.bytes > largest.bytes else largest
-        return exposed, largest, True
+        return largest, True
+
+    def _reduction(self, model: _Model) -> Optional[Sync]:
+        try:
+            return model.reduction(self._reporter.step_ns) if model.host else None
+        except Exception as error:
+            self._reporter.fault("DDP's runtime logging", error)
+            return None
 
 
 def patch(torch: Any, reporter: Reporter, device: Device) -> Models:
     models = Models(reporter)
     if torch.distributed.is_available():
         module: Any = sys.modules["torch.nn.parallel.distributed"]
-        compiling = patching.is_compiling(torch)
-        make = functools.partial(_forward, torch, reporter, models, device, compiling)
+        make = functools.partial(_forward, torch, reporter, models, device)
         patching.put(reporter, module.DistributedDataParallel, "forward", make)
     return models
 
 
-def _forward(torch: Any, reporter: Reporter, models: Models, device: Device, compiling: Any, original: Any) -> Any:
+def _forward(torch: Any, reporter: Reporter, models: Models, device: Device, original: Any) -> Any:
+    note, compiling = reporter.notes.append, patching.is_compiling(torch)
+
     def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if compiling() or not reporter.accounts() or not module.training or not torch.is_grad_enabled():
+        if compiling() or thread_id() != reporter.thread or not module.training or not torch.is_grad_enabled():
             return original(module, *inputs, **kwargs)
-        t = clock()
+        note((Steps.forward_begins, 0, clock()))
         device.passes(None, FORWARD)
-        reporter.steps.rooted = True
-        reporter.steps.forward_begins(t)
-        reporter.cost += clock() - t
         try:
             return original(module, *inputs, **kwargs)
         finally:
-            _forward_ends(reporter, models, module)
+            t = clock()
+            models.forward(module)
+            note((Steps.forward_ends, clock() - t, t))
 
     return forward
-
-
-def _forward_ends(reporter: Reporter, models: Models, module: Any) -> None:
-    if not reporter.on:
-        return
-    t = clock()
-    try:
-        reporter.steps.forward_ends(t)
-        if module.require_backward_grad_sync:
-            models.forward(module)
-        reporter.cost += clock() - t
-    except Exception as error:
-        reporter.fault("DDP", error)

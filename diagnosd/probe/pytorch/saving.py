@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any, Callable, Dict
 
 from diagnosd.probe.pytorch import patching
-from diagnosd.probe.reporter import Reporter, clock
-from diagnosd.probe.steps import CHECKPOINT
+from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.steps import Steps
 
 # Imported when a script needs them: the module in which each function is made, before others take its name from there.
 LATER = {
@@ -33,14 +33,15 @@ def _patch_later(reporter: Reporter, make: Callable[[Any], Any], module: ModuleT
 
 
 def _save(reporter: Reporter, original: Any) -> Any:
+    note = reporter.notes.append
+
     def save(*args: Any, **kwargs: Any) -> Any:
-        if not reporter.accounts() or reporter.steps.phase == CHECKPOINT:
+        if thread_id() != reporter.thread:
             return original(*args, **kwargs)
-        reporter.steps.checkpoint_begins(clock())
+        note((Steps.checkpoint_begins, 0, clock()))
         try:
             return original(*args, **kwargs)
         finally:
-            if reporter.on:
-                reporter.steps.leave(clock())
+            note((Steps.leave, 0, clock()))
 
     return save

@@ -4,18 +4,17 @@ import functools
 import sys
 from typing import Any
 
-from diagnosd.probe import steps
 from diagnosd.probe.pytorch import patching
 from diagnosd.probe.pytorch.cuda import BACKWARD, FORWARD, OPTIMIZER, Device
 from diagnosd.probe.pytorch.ddp import Models
-from diagnosd.probe.reporter import Reporter, clock
+from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.steps import Steps
 
 
 def patch(torch: Any, reporter: Reporter, models: Models, device: Device) -> None:
     compiling = patching.is_compiling(torch)
-    patching.put(
-        reporter, torch.autograd, "backward", functools.partial(_backward, reporter, models, device, compiling)
-    )
+    make = functools.partial(_backward, reporter, models, device, compiling)
+    patching.put(reporter, torch.autograd, "backward", make)
     scaler: Any = sys.modules.get("torch.amp.grad_scaler") or sys.modules["torch.cuda.amp.grad_scaler"]
     patching.put(reporter, scaler.GradScaler, "step", functools.partial(_scaled, reporter))
     patching.put(reporter, torch.nn.Module, "eval", functools.partial(_evaluation, reporter, compiling))
@@ -23,61 +22,45 @@ def patch(torch: Any, reporter: Reporter, models: Models, device: Device) -> Non
 
 
 def _backward(reporter: Reporter, models: Models, device: Device, compiling: Any, original: Any) -> Any:
+    note, inside = reporter.notes.append, [False]
+
     def backward(*args: Any, **kwargs: Any) -> Any:
         # One inside another is checkpointing that computes a forward again: a part of the outer.
-        if compiling() or not reporter.trains() or reporter.steps.phase == steps.BACKWARD:
+        if compiling() or not reporter.trains() or inside[0]:
             return original(*args, **kwargs)
-        t = clock()
-        try:
+        began = clock()
+        if device.kind is None:
             device.seen(args[0] if args else kwargs.get("tensors"))
-            device.passes(FORWARD, BACKWARD)
-            reporter.steps.backward_begins(t)
-            reporter.cost += clock() - t
-        except Exception as error:
-            reporter.fault("backward", error)
-            return original(*args, **kwargs)
+        device.passes(FORWARD, BACKWARD)
+        note((Steps.backward_begins, 0, began))
+        inside[0] = True
         try:
             return original(*args, **kwargs)
         finally:
-            _backward_ends(reporter, models, device, t)
+            inside[0] = False
+            t = clock()
+            device.passes(BACKWARD, None)
+            sync, split = models.communication(began)
+            note((Steps.backward_ends, clock() - t, t, sync, split))
 
     return backward
 
 
-def _backward_ends(reporter: Reporter, models: Models, device: Device, began: int) -> None:
-    if not reporter.on:
-        return
-    t = clock()
-    try:
-        device.passes(BACKWARD, None)
-        reporter.steps.backward_ends(t, *models.communication(began, t))
-        reporter.cost += clock() - t
-    except Exception as error:
-        reporter.fault("backward", error)
-
-
 def _hook_optimizers(reporter: Reporter, device: Device, compiling: Any) -> None:
     """By PyTorch's own global hooks, which every optimizer's step calls."""
+    note = reporter.notes.append
 
     def begins(*_: Any) -> None:
         if not compiling() and reporter.trains():
-            t = clock()
-            try:
-                device.passes(None, OPTIMIZER)
-                reporter.steps.optimizer_begins(t)
-                reporter.cost += clock() - t
-            except Exception as error:
-                reporter.fault("optimizer", error)
+            note((Steps.optimizer_begins, 0, clock()))
+            device.passes(None, OPTIMIZER)
 
     def ends(optimizer: Any, *_: Any) -> None:
-        if not compiling() and reporter.accounts():
+        if not compiling() and thread_id() == reporter.thread:
             t = clock()
-            try:
-                device.passes(OPTIMIZER, None)
-                reporter.steps.optimizer_ends(t, id(optimizer))
-                reporter.cost += clock() - t
-            except Exception as error:
-                reporter.fault("optimizer", error)
+            device.passes(OPTIMIZER, None)
+            device.look()
+            note((Steps.optimizer_ends, clock() - t, t, id(optimizer)))
 
     module: Any = sys.modules["torch.optim.optimizer"]
     for hook, register in (
@@ -90,24 +73,26 @@ def _hook_optimizers(reporter: Reporter, device: Device, compiling: Any) -> None
 
 def _scaled(reporter: Reporter, original: Any) -> Any:
     """The scaler skips the optimizer where a gradient is not finite; the step ends all the same."""
+    note = reporter.notes.append
 
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not reporter.trains():
             return original(scaler, optimizer, *args, **kwargs)
-        reporter.steps.optimizer_begins(clock())
+        note((Steps.optimizer_begins, 0, clock()))
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
-            if reporter.on:
-                reporter.steps.optimizer_ends(clock(), id(optimizer))
+            note((Steps.optimizer_ends, 0, clock(), id(optimizer)))
 
     return step
 
 
 def _evaluation(reporter: Reporter, compiling: Any, original: Any) -> Any:
+    note = reporter.notes.append
+
     def evaluate(module: Any) -> Any:
-        if not compiling() and reporter.accounts():
-            reporter.steps.evaluation_begins(clock())
+        if not compiling() and thread_id() == reporter.thread:
+            note((Steps.evaluation_begins, 0, clock()))
         return original(module)
 
     return evaluate

@@ -1,0 +1,155 @@
+"""What the probe costs a step: `python -m tests.benchmarks.probe`.
+
+One process trains a small DDP model (gloo, a world of one) in steps of about 1 ms, in blocks of 500: without the probe,
+with nothing but DDP's runtime logging read at every step, with the probe, and with a probe whose training thread sends
+for itself. The blocks of a round follow one another, so that a slow minute of the machine meets all four. A second loop
+takes 50 ms a step and shows what the probe counts as its own time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from diagnosd import probe
+from diagnosd.probe import pytorch
+from diagnosd.probe.reporter import OWN_SHARE
+
+BLOCK = 500
+ROUNDS = 15
+LONG_STEPS = 110
+
+
+def receive(listener: socket.socket) -> None:
+    """Another process, as the agent is one."""
+    connection, _ = listener.accept()
+    while connection.recv(8192):
+        pass
+
+
+class Job:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        rows = torch.randn(64 * BLOCK, 128)
+        self.loader = DataLoader([rows[i : i + 64] for i in range(0, len(rows), 64)], batch_size=None)  # type: ignore[arg-type]
+        self.pause = 0.0
+
+    def steps(self, after_backward: Callable[[], object] = bool, after_step: Callable[[], object] = bool) -> list[int]:
+        """Durations in ns of a block of steps, each from the end of the one before."""
+        durations, before = [], time.perf_counter_ns()
+        for batch in self.loader:
+            self.step(batch, after_backward)
+            after_step()
+            now = time.perf_counter_ns()
+            durations.append(now - before)
+            before = now
+        return durations
+
+    def step(self, batch: Tensor, after_backward: Callable[[], object]) -> None:
+        if self.pause:
+            time.sleep(self.pause)
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        after_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def read_log(self) -> None:
+        self.model.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+        _ = self.model.logger._get_ddp_logging_data().ints_map  # type: ignore[union-attr]
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    reporter = probe.live()
+    reporter.own_share = None  # 1 ms is shorter than the probe accepts outside a benchmark
+    pytorch.instrument(torch, {})
+    try:
+        yield
+    finally:
+        while reporter.at_off:
+            reporter.at_off.pop()()
+
+
+def send() -> None:
+    probe.live().play()
+    probe.live().sender.flush()
+
+
+def blocks(job: Job) -> Iterator[tuple[str, list[int]]]:
+    yield "without", job.steps()
+    job.model._set_ddp_runtime_logging_sample_rate(1)
+    yield "DDP's logging alone", job.steps(job.read_log)
+    job.model._set_ddp_runtime_logging_sample_rate(100)
+    with probing():
+        yield "probe", job.steps()
+    with probing():
+        yield "probe, training thread sends", job.steps(after_step=send)
+
+
+def short_steps(job: Job) -> None:
+    list(blocks(job))
+    found: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, durations in blocks(job):
+            found.setdefault(name, []).append(median(durations) / 1e3)
+    plain = found["without"]
+    print(f"{ROUNDS} rounds of blocks of {BLOCK} steps; median step, and median difference to the block without:")
+    for name, medians in found.items():
+        difference = sorted(one - other for one, other in zip(medians, plain, strict=True))
+        low, high = difference[len(difference) // 4], difference[-len(difference) // 4]
+        print(
+            f"  {name:30} {median(medians):7.1f} us  {median(difference):+6.1f} us  (middle half {low:+.1f} to {high:+.1f})"
+        )
+
+
+def long_steps(job: Job) -> None:
+    job.pause = 0.048
+    reporter = probe.live()
+    reporter.costs.clear()
+    with probing():
+        for batch in list(job.loader)[:LONG_STEPS]:
+            job.step(batch, bool)
+        reporter.play()
+    costs = reporter.costs[5:]
+    print(
+        f"own time of the training thread: {median(costs) / 1e3:.1f} us of a 50 ms step, {median(costs) / 50e6:.3%} (limit {OWN_SHARE:.1%})"
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "probe.sock")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(path)
+        listener.listen()
+        receiver = get_context("fork").Process(target=receive, args=(listener,), daemon=True)
+        receiver.start()
+        listener.close()
+        os.environ.update(DIAGNOSD_SOCKET=path, DIAGNOSD_JOB="benchmark")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        job = Job()
+        short_steps(job)
+        long_steps(job)
+        print(f"{probe.live().sender.dropped} messages dropped")
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

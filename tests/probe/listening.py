@@ -1,0 +1,83 @@
+"""A stand-in for the agent: it really listens, keeps all it is sent, and dies when told."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diagnosd.probe.message import Hello, Message, parse
+
+
+class Agent:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.connections: list[list[Hello | Message]] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._wake, self._waker = socket.socketpair()
+        self._thread = threading.Thread(target=self._receive)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+            for each in (self._listener, self._wake):
+                selector.register(stack.enter_context(each), selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake:
+                        return
+                    if key.fileobj is self._listener:
+                        connection = stack.enter_context(self._listener.accept()[0])
+                        self.connections.append([])
+                        selector.register(connection, selectors.EVENT_READ, self.connections[-1])
+                    elif raw := key.fileobj.recv(65536):  # type: ignore[union-attr]
+                        key.data.append(parse(raw))
+                    else:
+                        selector.unregister(key.fileobj)
+
+    def die(self) -> None:
+        """And take the socket's name away, as an agent's unit does."""
+        if self._thread.is_alive():
+            self._waker.send(b"x")
+            self._thread.join()
+            self._waker.close()
+            self.path.unlink()
+
+    def hears(self, expected: Callable[[Agent], object], seconds: float = 20.0) -> bool:
+        """Whether it comes to that; the limit is for a probe that says nothing."""
+        give_up = time.monotonic() + seconds
+        while not expected(self) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return bool(expected(self))
+
+    @property
+    def packets(self) -> list[Hello | Message]:
+        return [packet for connection in self.connections for packet in connection]
+
+    @property
+    def hellos(self) -> list[Hello]:
+        return [packet for packet in self.packets if isinstance(packet, Hello)]
+
+    def points(self, measurement: str, rank: int | None = None) -> list[Message]:
+        """Of one rank, or of all, in the order in which they were sent."""
+        return [
+            packet
+            for connection in self.connections
+            for packet in connection
+            if isinstance(packet, Message) and packet.measurement == measurement and rank in (None, _rank(connection))
+        ]
+
+    def steps(self, rank: int | None = None) -> list[dict[str, Any]]:
+        return [message.fields for message in self.points("diagnosd_step", rank)]
+
+
+def _rank(connection: list[Hello | Message]) -> int:
+    assert isinstance(connection[0], Hello), "a connection begins with a hello"
+    return connection[0].rank
