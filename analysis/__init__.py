@@ -15,16 +15,21 @@ from typing import Any
 from diagnosd.analysis import summary
 from diagnosd.analysis.ledger import Ledger
 from diagnosd.analysis.order import Order
-from diagnosd.analysis.trace import Trace
+from diagnosd.analysis.trace import Job, Trace
 from diagnosd.analysis.watch import Watch
 from diagnosd.documents import ClusterSpec
 from diagnosd.point import Point
 
 SECOND = 10**9
 
+# The fastest rule wants 4 slow steps out of 5: a look at fewer new ones can change no verdict. Where steps are longer
+# than a second, 4 s are what a look may cost of the 15 s within which a fault must be told.
+LOOK_STEPS = 4
+LOOK_S = 4
+
 
 class Analysis:
-    """Judges once a second of event time, at whole seconds, so that how the points were batched changes nothing."""
+    """Judges at whole seconds of event time, so that how the points were batched changes nothing."""
 
     def __init__(self, cluster_name: str, cluster: ClusterSpec | None = None) -> None:
         self.cluster_name = cluster_name
@@ -33,6 +38,7 @@ class Analysis:
         self.ledger = Ledger()
         self.watches: dict[str, Watch] = {}
         self._due = 0  # ns: the next whole second
+        self._looked: dict[str, tuple[int, int]] = {}  # job -> when, and the steps that had been taken by then
 
     def feed(self, points: Iterable[Point]) -> list[dict[str, Any]]:
         """New revisions of diagnosis documents, in the order in which they were reached."""
@@ -40,7 +46,9 @@ class Analysis:
 
     def finish(self) -> list[dict[str, Any]]:
         """The last words, after the last point."""
-        documents = self._go_on(self.order.finish()) + self._tick()
+        documents = self._go_on(self.order.finish())
+        for job in [*self.trace.jobs.values()]:
+            documents += self._watch(job).tick(self.trace.now)
         for name in sorted(self.watches):
             documents += self.watches[name].finish(self.trace.now)
         return documents
@@ -73,9 +81,23 @@ class Analysis:
 
     def _tick(self) -> list[dict[str, Any]]:
         documents: list[dict[str, Any]] = []
-        for name in [*self.trace.jobs]:
-            watch = self.watches.get(name)
-            if watch is None:
-                watch = self.watches[name] = Watch(self.cluster_name, self.trace, self.trace.jobs[name])
-            documents += watch.tick(self.trace.now)
+        for name, job in [*self.trace.jobs.items()]:
+            if self._is_due(job):
+                documents += self._watch(job).tick(self.trace.now)
+                self._looked[name] = (self.trace.now, job.taken)
+        for name in self.watches.keys() - self.trace.jobs.keys():
+            self.ledger.claim(name, self.watches[name].claims())
+            self.ledger.settle(name)
+            del self.watches[name], self._looked[name]
         return documents
+
+    def _is_due(self, job: Job) -> bool:
+        looked, taken = self._looked.get(job.name, (0, 0))
+        new = abs(job.taken - taken)  # a new attempt counts anew
+        return self.trace.now - looked >= LOOK_S * SECOND or new >= LOOK_STEPS * max(1, len(job.ranks))
+
+    def _watch(self, job: Job) -> Watch:
+        watch = self.watches.get(job.name)
+        if watch is None or watch.job is not job:
+            watch = self.watches[job.name] = Watch(self.cluster_name, self.trace, job)
+        return watch

@@ -174,13 +174,14 @@ class Baseline:
         scale = reference.scale[0] / max(reference.step, 1e-9)
         if not (excess < -max(ENTER, Z_FAR * scale / 2)).all():
             return False
-        self._begin(int(numbers[0]))
+        self.begin(int(numbers[0]))
         self._settled = self._regime
         return True
 
     # -- regimes -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, row: int) -> None:
+    def begin(self, row: int) -> None:
+        """A new regime, with the warm-up and the reference to come."""
         self._regime, self._settled, self._reference = row, None, None
         self._odd.clear()
 
@@ -215,7 +216,7 @@ class Baseline:
         if works.max() > (1 + SAME_WORK) * works.min():
             return
         first = self.count - 3
-        self._begin(first)
+        self.begin(first)
         self._usable[first - self._first : self.count - self._first] = True
         self._healthy[first - self._first : self.count - self._first] = True
 

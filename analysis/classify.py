@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import exp, isnan, log
+from math import exp
 from typing import Any
 
 import numpy as np
 
 from diagnosd.analysis.causes import CAUSES, RIVALS, Cause
-from diagnosd.analysis.compare import COMPUTE, HOST, NETWORK, Comparison
+from diagnosd.analysis.compare import NETWORK, Comparison
 from diagnosd.analysis.decompose import PART
-from diagnosd.analysis.evidence import DECLARE, Evidence, Row, collect, interfaces, least_transfer
+from diagnosd.analysis.evidence import DECLARE, Evidence, Row, collect, least_transfer
+from diagnosd.analysis.localize import Place, assets, where
 from diagnosd.analysis.trace import Job, Trace
 
 NAMED = 0.6  # diagnosis.md 2.4: to start with
@@ -127,12 +128,12 @@ def _adds(c: Comparison, case: _Case, free: tuple[str, ...]) -> bool:
     return len(free) == len(case.cause.claims) and c.share(*free) >= ALSO
 
 
-# -- words and places ------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------------------------
 
 
 def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
     cause = case.cause
-    loci, columns, link = _where(c, cause.code, evidence)
+    place = where(c, cause.code, evidence)
     subtype = _subtype(cause, evidence)
     kind = cause.subtypes.get(subtype) if subtype else None
     told = [one for one in evidence if _speaks(one, cause.code)]
@@ -145,16 +146,16 @@ def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evid
         cause.code,
         subtype,
         round(min(case.probability, SUREST), 3),
-        loci,
+        place.loci,
         kind.owner if kind else cause.owner,
         case.claims,
-        _shown(told, cause.code, loci),
+        _shown(told, cause.code, place.loci),
         rivals,
         *_sources(evidence, missing, (cause.code,)),
-        _filled(kind.next if kind else cause.next, c, loci, columns),
-        _text(c, cause, kind.title if kind else None, case.claims, link),
-        columns,
-        assets(c, loci, columns),
+        _filled(kind.next if kind else cause.next, c, place),
+        _text(c, cause, kind.title if kind else None, case.claims, place.link),
+        place.columns,
+        assets(c, place),
     )
 
 
@@ -166,7 +167,7 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
         "unknown",
         None,
         round(1 - min(first.probability, SUREST), 3),
-        _where(c, codes[0], evidence)[0] if c.share(*first.claims) >= EXPLAINS else ("job",),
+        where(c, codes[0], evidence).loci if c.share(*first.claims) >= EXPLAINS else ("job",),
         "job",
         (),
         _shown(told, codes[0], ("job",)),
@@ -254,8 +255,9 @@ def _text(c: Comparison, cause: Cause, subtype: str | None, claims: tuple[str, .
     return f"{head[0].upper()}{head[1:]} {tail}"
 
 
-def _filled(text: str, c: Comparison, loci: tuple[str, ...], columns: tuple[int, ...]) -> str:
+def _filled(text: str, c: Comparison, place: Place) -> str:
     """The placeholders of a remedy, from the verdict."""
+    loci, columns = place.loci, place.columns
     host = next(
         (locus.split(":")[1].split("/")[0] for locus in loci if locus.startswith(("nic:", "host:"))), "each host"
     )
@@ -264,123 +266,6 @@ def _filled(text: str, c: Comparison, loci: tuple[str, ...], columns: tuple[int,
     data, checkpoint = c.job.spec.data, c.job.spec.checkpoint
     path = (data.path if data else None) or (checkpoint.path if checkpoint else None) or "its files"
     return text.replace("{host}", host).replace("{nic}", nic).replace("{rank}", rank).replace("{path}", path)
-
-
-# -- localising ------------------------------------------------------------------------------------------------------
-
-Where = tuple[tuple[str, ...], tuple[int, ...], str | None]  # loci, columns, link
-
-
-def _where(c: Comparison, cause: str, evidence: list[Evidence]) -> Where:
-    if cause == "network_congestion":
-        return _slow_link(c, evidence)
-    if cause == "topology_misconfiguration":
-        loci = [one.reading.subject for one in evidence if one.reading.decisive and one.row.group == "inventory"]
-        return tuple(sorted(loci)) or ("job",), (), None
-    if cause == "data_starvation":
-        # A tenth: who is behind hides that the others are slow too, because while they wait for it their queues fill.
-        return (*_slow_ranks(c, ("data_wait",), 0.1), None)
-    parts = {"straggler": COMPUTE, "checkpoint_stall": ("checkpoint",)}.get(cause, (*COMPUTE, *HOST))
-    return (*_slow_ranks(c, parts, 1.0 if cause == "straggler" else 0.5), None)
-
-
-def _slow_ranks(c: Comparison, parts: tuple[str, ...], least: float) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The ranks whose own work grew at least that much of what the worst one's did; all of them are the whole job."""
-    grown = np.array([np.subtract(*c.own(column, *parts)) for column in range(len(c.ranks))])
-    columns = tuple(np.flatnonzero(grown >= least * max(grown.max(), 1e-9)).tolist())
-    if len(columns) == len(c.ranks) > 1:
-        return ("job",), ()
-    hosts = sorted({c.hosts[column] for column in columns})
-    ranks = [f"rank:{c.ranks[column]}" for column in columns]
-    if len(hosts) == 1 and len(columns) > 1 and len(columns) == c.hosts.count(hosts[0]):
-        return (f"host:{hosts[0]}", *ranks), columns
-    return (*ranks, *(f"host:{host}" for host in hosts)), columns
-
-
-def _slow_link(c: Comparison, evidence: list[Evidence]) -> Where:
-    """The link that shows it: its receiver is named, as the port towards it is where bytes queue and are dropped.
-
-    A ring's link is the only one out of its sender and into its receiver, so that the two cannot be told apart by the
-    connections; others' bytes tell. Where two links show it alike, the set of their receivers is named.
-    """
-    scores: dict[tuple[str, str], float] = {}
-    for one in evidence:
-        reading = one.reading
-        if one.row.metric in _LINK_SIGNS and reading.receiver:
-            way = (reading.subject.removeprefix("host:"), reading.receiver)
-            scores[way] = scores.get(way, 0.0) + _LINK_SIGNS[one.row.metric] * _deviation(one)
-    foreign: dict[str, float] = {}
-    for one in evidence:
-        if one.row.metric == "others' bytes" and one.reading.receiver:
-            foreign[one.reading.receiver] = max(foreign.get(one.reading.receiver, 0.0), one.reading.strength)
-    for sender, receiver in scores:
-        scores[sender, receiver] += 3 * max(foreign.get(receiver, 0.0), 0.0)
-    if not scores or max(scores.values()) <= 0:
-        busy = [host for host, how in foreign.items() if how > 0]
-        return (_places(c, busy), (), None) if busy else (("job",), (), None)
-    best = max(scores.values())
-    worst = sorted((way for way in scores if scores[way] >= 0.7 * best), key=lambda way: (-scores[way], way))
-    receivers = list(dict.fromkeys(receiver for _, receiver in worst))
-    if len(receivers) > 1 and len({sender for sender, _ in worst}) == 1:
-        return _places(c, [worst[0][0]]), (), f"out of {worst[0][0]}"
-    link = f"on the way {worst[0][0]} -> {worst[0][1]}" if len(worst) == 1 else None
-    return _places(c, receivers), (), link
-
-
-_LINK_SIGNS = {"round-trip time": 0.8, "send queue": 0.5, "congestion window": 0.6, "retransmits": 0.9}
-
-
-def _deviation(one: Evidence) -> float:
-    """Widths beyond expected, without the clip: of two links beyond every threshold, the further one is it."""
-    now, before = one.reading.observed, one.reading.expected
-    if isnan(now) or isnan(before) or now <= 0 or before <= 0:
-        return 0.0
-    sign = -1 if one.row.metric == "congestion window" else 1
-    return max(0.0, sign * log((now + 1e-4) / (before + 1e-4)) / 0.3)
-
-
-def _places(c: Comparison, hosts: list[str]) -> tuple[str, ...]:
-    """Narrowest first: the interface that carries most of a host's bytes, then the host that holds it."""
-    loci = []
-    for host in hosts:
-        rates = {
-            s.tag("interface") or "": float(np.nan_to_num(c.rate(s, "bytes_recv")[0])) for s in interfaces(c, host)
-        }
-        busiest = max(rates, key=lambda name: (rates[name], name), default=None)
-        loci += [f"nic:{host}/{busiest}"] if busiest else []
-    return (*loci, *(f"host:{host}" for host in hosts))
-
-
-def assets(c: Comparison, loci: tuple[str, ...], columns: tuple[int, ...]) -> tuple[Mapping[str, Any], ...]:
-    """The named interfaces and GPUs, with what a ticket asks for, as far as the inventory knows it."""
-    found: list[Mapping[str, Any]] = []
-    for locus in loci:
-        if locus.startswith("nic:"):
-            host, _, name = locus.removeprefix("nic:").partition("/")
-            found.append(_nic(c, host, name))
-    for column in columns:
-        info = c.job.ranks.get(c.ranks[column])
-        if info and info.gpu:
-            found.append({"host": info.host, "gpu": info.gpu})
-    return tuple(found)
-
-
-def _nic(c: Comparison, host: str, name: str) -> Mapping[str, Any]:
-    inventory = c.trace.inventory(host)
-    for nic in (inventory.nics if inventory else None) or ():
-        if name in (nic.netdev, f"{nic.device}/{nic.port}"):
-            peer = nic.peer
-            known = {
-                "host": host,
-                "nic": nic.device or nic.netdev,
-                "port": nic.port,
-                "port_guid": nic.port_guid,
-                "pci": nic.pci,
-                "peer_switch": peer.switch if peer else None,
-                "peer_port": peer.port if peer else None,
-            }
-            return {key: value for key, value in known.items() if value is not None}
-    return {"host": host, "nic": name}
 
 
 # -- verdicts that no rival competes for -----------------------------------------------------------------------------

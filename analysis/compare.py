@@ -51,6 +51,7 @@ class Comparison:
     timed: bool  # whether the collectives themselves were timed
     loads: Bools  # [R] which ranks load data
     empty: Floats  # [R] share of the steps that found the prefetch queue empty; NaN where unknown
+    full: Floats  # [R] share of those that found it full
     workers: Floats  # [R] loader workers; NaN where unknown
     cycles: int
     cycles_before: int

@@ -114,7 +114,8 @@ def decompose(phases: Phases, offset: Floats) -> Cycles:
     follows[1:] = met[1:] & met[:-1]
     joined = rows[follows[rows]]
     alone = rows[~met[rows] & ~np.isnan(phases.duration[rows]).any(axis=1)]
-    return _in_order(_joined(phases, enter, leave, offset, joined), _alone(phases, alone))
+    together = _joined(phases, enter, leave, offset, joined)
+    return _in_order(together, _alone(phases, alone)) if len(alone) else together
 
 
 def _finite(values: Floats) -> Bools:
@@ -188,8 +189,6 @@ def _alone(phases: Phases, rows: Ints) -> Cycles:
 
 
 def _in_order(a: Cycles, b: Cycles) -> Cycles:
-    if not len(b.row):
-        return a
     order = np.argsort(np.concatenate([a.row, b.row]), kind="stable")
 
     def merged(name: str) -> npt.NDArray[np.generic]:

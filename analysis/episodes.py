@@ -34,8 +34,8 @@ TRANSITIONS: dict[str, dict[str, str]] = {
 # Four steps tell a slowdown from a hiccup; five seconds hold one or two samples of what is read every 2 to 5 s.
 # Both together leave half of the 15 s in which an operator wants to be told.
 PERSIST_STEPS, PERSIST_S = 4, 5.0
-# `unknown` waits for the slower sensors: two samples of each at 5 s.
-UNKNOWN_STEPS, UNKNOWN_S = 10, 10.0
+# `unknown` waits for the slower sensors, which are read every 10 s, and gives a passing disturbance the time to pass.
+UNKNOWN_STEPS, UNKNOWN_S = 10, 20.0
 UNKNOWN_COST = 0.10  # of the step: less, without a cause to act on, is no reason to bother anybody
 AGREED = 2  # ticks in a row that must have named the cause
 MISSED = 2  # ticks in a row that must not have named it, before a suspicion is dropped
@@ -172,11 +172,14 @@ class Episodes:
     def gone(self, origin: str, end: int) -> None:
         """The loss that this reference showed is over."""
         for episode in self.open(origin):
-            was_told = episode.state == "confirmed"
-            episode.pass_to("gone")
-            episode.end = max(end, episode.start)
-            if not was_told:
-                self.all.remove(episode)
+            self.close(episode, end)
+
+    def close(self, episode: Episode, end: int) -> None:
+        was_told = episode.state == "confirmed"
+        episode.pass_to("gone")
+        episode.end = max(end, episode.start)
+        if not was_told:
+            self.all.remove(episode)
 
     def latent(self, origin: str, verdict: Verdict, attempt: int) -> None:
         """A finding that costs nothing now: told once, and an alert never."""

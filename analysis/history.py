@@ -49,6 +49,7 @@ class History:
             "usable": np.empty(size, bool),
             "work": np.empty(size),
             "queue": np.empty((size, across)),
+            "queue_size": np.empty((size, across)),
             "workers": np.empty((size, across)),
             "compute_per_work": np.empty((size, across)),
             "sync_bytes": np.empty(size),
@@ -103,7 +104,7 @@ class History:
         arrays = self._arrays
         for name in ("end", "duration", "parts", "own", "late", "last", "timed"):
             arrays[name][place] = getattr(cycles, name)
-        for name in ("queue", "workers"):
+        for name in ("queue", "queue_size", "workers"):
             arrays[name][place] = steps.column(name)[rows]
         work = _work(steps, rows)
         whole = work.sum(axis=1)

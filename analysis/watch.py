@@ -16,18 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis import bounds
-from diagnosd.analysis.baseline import (
-    CHANNEL,
-    ENTER,
-    LEAST,
-    LEAVE,
-    LOOK_BACK,
-    WINDOW,
-    Alarm,
-    Baseline,
-    Reference,
-    onset_of,
-)
+from diagnosd.analysis.baseline import LEAST, LEAVE, WINDOW, Baseline, Reference
 from diagnosd.analysis.classify import Verdict, by_design, classify, hanging
 from diagnosd.analysis.compare import COMPUTE, Comparison
 from diagnosd.analysis.compare import Window as Span
@@ -35,6 +24,7 @@ from diagnosd.analysis.decompose import OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import least_transfer
 from diagnosd.analysis.history import History
+from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, Slowdown
 from diagnosd.analysis.trace import Job, Trace
 
 Floats = npt.NDArray[np.float64]
@@ -43,9 +33,8 @@ Ints = npt.NDArray[np.int64]
 ASSEMBLE_S = 10.0  # ranks join within seconds of each other; afterwards the job is watched with those that came
 PAST_S = 60.0  # counters before the onset: enough for a dozen samples at 5 s, near enough to be the same conditions
 SETTLE_S = 0.5  # smoothed values (rtt) take a few round trips to follow
+LEAST_S = 3.0  # of a past: a shorter one holds no two samples of what is read every second or two
 RECENT = 60  # cycles of a long slowdown that evidence is computed from
-CALM = 5  # cycles in a row without loss, and seconds, that end a slowdown
-CALM_S = 2.0
 FIRST_LOOK, FIRST_LOOK_S = 6, 5.0  # cycles after the warm-up, and their seconds, before a bound or peers are consulted
 SKIP = 2  # the first cycles: buffers grow, connections open, caches fill
 PEERS, PEERS_S = 20, 10.0
@@ -54,9 +43,6 @@ APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machi
 COSTLY = 0.10  # and what that must cost, of the step
 SLOW_SAVE = 1.5  # times the usual checkpoint (diagnosis.md 3)
 HANG_SUSPECT_S, HANG_S = 10.0, 60.0  # diagnosis.md 2.2, D4
-
-# The channel in which a cause shows when it began.
-_SHOWS = {"data_starvation": "load", "network_congestion": "transfer", "straggler": "compute"}
 
 
 class Watch:
@@ -72,9 +58,7 @@ class Watch:
     def _restart(self) -> None:
         self.history: History | None = None
         self.baseline = Baseline()
-        self.healthy: Ints = np.empty(0, np.int64)  # cycles that the open slowdown is held against
-        self.onset: int | None = None
-        self.alarm: Alarm | None = None
+        self.slowdown: Slowdown | None = None
         self.cleared = 0  # cycles before this one are judged
         self.saves: list[tuple[int, float]] = []  # cycle and cost of each checkpoint
         self.slow_saves: list[int] = []
@@ -149,7 +133,7 @@ class Watch:
 
     def _row(self, number: int, channels: Floats, work: float, usable: bool) -> None:
         self.baseline.add(channels, work, usable=usable)
-        if self.onset is not None:
+        if self.slowdown is not None:
             self.baseline.mark(number, number + 1, healthy=False)
         history = self.history
         assert history is not None
@@ -163,71 +147,71 @@ class Watch:
     # -- the job's own past ------------------------------------------------------------------------------------------
 
     def _against_past(self, now: int) -> None:
-        reference = self.baseline.reference()
-        if reference is None:
+        told = any(episode.state == "confirmed" for episode in self.episodes.open("past"))
+        if self.slowdown is not None and self._is_over(told):
             return
-        if self.onset is not None and self._is_over(reference):
+        if not told:
+            self._look_for_alarm()
+        if self.slowdown is None:
+            reference = self.baseline.reference()
+            if reference is not None:
+                self.baseline.notice_faster(reference)
             return
-        if not any(episode.state == "confirmed" for episode in self.episodes.open("past")):
-            self._look_for_alarm(reference)
-        if self.onset is None:
-            self.baseline.notice_faster(reference)
-            return
-        numbers = self._usable(self.onset)
-        comparison = self._compare("past", self.healthy, numbers)
+        numbers = self._usable(self.slowdown.onset)
+        comparison = self._compare("past", self.slowdown.healthy, numbers)
         if comparison is None:
             return
-        found = [self._since(verdict, reference) for verdict in classify(comparison)]
+        found = [self._since(verdict, self.slowdown) for verdict in classify(comparison)]
         touched = self.episodes.observe("past", found, self.attempt)
-        self._account(touched, comparison, reference, numbers, now)
+        self._account(touched, comparison, self.slowdown.reference, numbers, now)
 
-    def _look_for_alarm(self, reference: Reference) -> None:
+    def _look_for_alarm(self) -> None:
         """Begin a suspicion, or move it: what first looked like noise in one channel may become a fault in another."""
-        alarm = self.baseline.alarm(reference, self.cleared)
-        if alarm is None or alarm.onset == self.onset:
+        reference = self.slowdown.reference if self.slowdown else self.baseline.reference()
+        alarm = self.baseline.alarm(reference, self.cleared) if reference else None
+        if alarm is None or reference is None or (self.slowdown and alarm.onset == self.slowdown.onset):
             return
-        taught = self.baseline.taught()
+        taught = self.slowdown.healthy if self.slowdown else self.baseline.taught()
         healthy = taught[taught < alarm.onset]
-        if len(healthy) < LEAST // 2:
-            return  # the reference itself is of the slowdown
+        if len(healthy) < LEAST or self.baseline.rows(healthy)[:, 0].sum() < LEAST_S:
+            self.baseline.begin(alarm.onset)  # so little of it was as before that it was still warming up
+            self.slowdown = None
+            return
         self.baseline.mark(self.cleared, self.baseline.count, healthy=True)
         self.baseline.mark(alarm.onset, self.baseline.count, healthy=False)
-        self.healthy, self.alarm, self.onset = healthy, alarm, alarm.onset
+        self.slowdown = Slowdown(alarm.onset, alarm.excess, healthy, reference)
 
-    def _since(self, verdict: Verdict, reference: Reference) -> Found:
-        """The verdict with its own onset: that of the channel which it explains."""
-        numbers = self._usable(self.cleared)[-LOOK_BACK:]
-        excess = reference.excess(self.baseline.rows(numbers), self.baseline.work(numbers))
-        row = int(numbers[onset_of(excess[:, CHANNEL[_SHOWS.get(verdict.cause, "total")]])])
+    def _since(self, verdict: Verdict, slowdown: Slowdown) -> Found:
+        """The verdict with its own onset."""
+        row = slowdown.onset_of(verdict.cause, self.baseline, self.cleared)
         return Found(verdict, self._instant(row), row)
 
-    def _is_over(self, reference: Reference) -> bool:
-        """Whether the newest cycles are as they were: then the slowdown ended with the last that was not."""
-        assert self.onset is not None
-        assert self.alarm is not None
-        assert self.history is not None
-        numbers = self._usable(self.onset)
-        excess = reference.excess(self.baseline.rows(numbers), self.baseline.work(numbers))[:, 0]
-        durations = self.baseline.rows(numbers)[:, 0]
-        calm = max(CALM, int(np.searchsorted(np.cumsum(durations[::-1]), CALM_S)) + 1)
-        if len(numbers) <= calm:
+    def _is_over(self, told: bool) -> bool:
+        """Whether the job is as it was; of several causes, each ends by itself."""
+        assert self.slowdown is not None
+        last = self.slowdown.ended("unknown", self.baseline)
+        if last is not None:
+            self.episodes.gone("past", self._ended(last))
+            self.baseline.mark(last + 1 if told else self.slowdown.onset, self.baseline.count, healthy=True)
+            self.cleared, self.slowdown = last + 1, None
+            return True
+        for episode in self.episodes.open("past"):
+            row = self.slowdown.ended(episode.verdict.cause, self.baseline)
+            if episode.state == "confirmed" and row is not None and row >= episode.row:
+                self.episodes.close(episode, self._ended(row))
+        numbers = self._usable(self.slowdown.onset)
+        if told or len(numbers) < ACCEPT_CYCLES or self.baseline.rows(numbers)[:, 0].sum() < ACCEPT_S:
             return False
-        height = float(np.median(excess[:-calm]))
-        noise = 1.2533 * reference.scale[0] / max(reference.step, 1e-9) / np.sqrt(calm)
-        level = float(np.median(excess[-calm:]))
-        if level > max(LEAVE + noise, 0.0) and level > 0.2 * max(height, self.alarm.excess):
-            return False
-        sick = np.flatnonzero(excess > 0.5 * max(height, self.alarm.excess, ENTER))
-        sick = sick[sick < len(numbers) - calm + 1]
-        last = int(numbers[sick[-1]]) if sick.size else self.onset
-        confirmed = any(e.state == "confirmed" for e in self.episodes.open("past"))
-        self.episodes.gone("past", int(self.history.floats("end", np.array([last]))[0] * 1e9) + self.trace.origin)
-        if not confirmed:
-            self.baseline.mark(self.onset, last + 1, healthy=True)
-        self.baseline.mark(last + 1, self.baseline.count, healthy=True)
-        self.cleared = last + 1
-        self.onset = self.alarm = None
+        self.episodes.gone("past", 0)
+        self.baseline.begin(self.slowdown.onset)
+        self.cleared, self.slowdown = self.slowdown.onset, None
         return True
+
+    def _ended(self, number: int) -> int:
+        """When a cycle ended, ns."""
+        assert self.history is not None
+        kept = np.array([max(number, self.history.first)])
+        return round(float(self.history.floats("end", kept)[0]) * 1e9) + self.trace.origin
 
     def _usable(self, since: int) -> Ints:
         assert self.history is not None
@@ -249,7 +233,7 @@ class Watch:
         """
         started = self.baseline.count <= EARLY or self.episodes.open(origin)
         numbers = self.baseline.usable(SKIP, healthy=True)[-RECENT:]
-        if not started or self.onset is not None or len(numbers) < least:
+        if not started or self.slowdown is not None or len(numbers) < least:
             return None
         spent = float(self.baseline.rows(numbers)[:, 0].sum())
         return numbers if spent >= least_s else None
@@ -354,11 +338,9 @@ class Watch:
         self._tell_saves(reference, now)
 
     def _saved_well(self, number: int) -> None:
-        assert self.history is not None
         self.judged_save = number
         if self.episodes.open("checkpoint") and self.slow_saves:
-            last = np.array([self.slow_saves[-1]])
-            self.episodes.gone("checkpoint", round(self.history.floats("end", last)[0] * 1e9) + self.trace.origin)
+            self.episodes.gone("checkpoint", self._ended(self.slow_saves[-1]))
 
     def _tell_saves(self, reference: Reference, now: int) -> None:
         history = self.history
@@ -421,7 +403,10 @@ class Watch:
             apart=self._are_apart(late),
             timed=bool(history.get("timed", recent).all()),
             loads=self._loads(own),
-            empty=_share_empty(history.floats("queue", recent)),
+            empty=_share(history.floats("queue", recent) <= 0, history.floats("queue", recent)),
+            full=_share(
+                history.floats("queue", recent) >= history.floats("queue_size", recent), history.floats("queue", recent)
+            ),
             workers=_latest(history.floats("workers", recent)),
             cycles=len(recent),
             cycles_before=len(healthy),
@@ -477,13 +462,15 @@ class Watch:
         outside = [part for part in verdict.claims if part not in OWN]
         inside = [OWN.index(part) for part in verdict.claims if part in OWN]
         saved = max(c.excess(*outside), 0.0) if outside else 0.0
-        late = self.history.floats("late", numbers[-RECENT:])
+        recent = numbers[-RECENT:]
+        late = self.history.floats("late", recent)
         if inside:
-            grown = np.maximum(c.own_observed[:, inside] - c.own_expected[:, inside], 0).sum(axis=1)
+            own = self.history.floats("own", recent)[..., inside].sum(axis=-1)
+            grown = _only(np.maximum(own - c.own_expected[:, inside].sum(axis=1), 0), verdict.columns)
             if np.isnan(late).any():
-                saved += float(grown.max())
+                saved += float(grown.max(axis=1).mean())
             else:
-                saved += float((late.max(axis=1) - (late - _only(grown, verdict.columns)).max(axis=1)).mean())
+                saved += float((late.max(axis=1) - (late - grown).max(axis=1)).mean())
         return float(np.clip(saved / max(c.step * c.slowdown, 1e-9), 0.0, 1.0))
 
     # -- information, and no progress --------------------------------------------------------------------------------
@@ -503,9 +490,10 @@ class Watch:
         history = self.history
         if history is None or history.count < PEERS:
             return
-        numbers = history.numbers(history.count - WINDOW)
-        durations = history.floats("duration", numbers)
         still = (now - history.newest) / 1e9
+        if still < HANG_SUSPECT_S and not self.episodes.open("hang"):
+            return
+        durations = history.floats("duration", history.numbers(history.count - WINDOW))
         median, high = float(np.median(durations)), float(np.quantile(durations, 0.95))
         if still < max(5 * high, HANG_SUSPECT_S):
             self.episodes.gone("hang", history.newest)
@@ -533,18 +521,19 @@ def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
 
 
 def _only(grown: Floats, columns: tuple[int, ...]) -> Floats:
-    """The growth of these columns; of all where none is named."""
+    """The growth [C,R] of these columns; of all where none is named."""
+    if not columns:
+        return grown
     kept = np.zeros_like(grown)
-    chosen = list(columns) or slice(None)
-    kept[chosen] = grown[chosen]
+    kept[:, columns] = grown[:, columns]
     return kept
 
 
-def _share_empty(queue: Floats) -> Floats:
-    """[R] share of the cycles that found the queue empty; NaN where nobody told."""
-    known = ~np.isnan(queue)
+def _share(those: npt.NDArray[np.bool_], values: Floats) -> Floats:
+    """[R] share of the cycles in which it is so, of those with a value; NaN where there is none."""
+    known = ~np.isnan(values)
     count = known.sum(axis=0)
-    return np.where(count > 0, ((queue == 0) & known).sum(axis=0) / np.maximum(count, 1), nan)
+    return np.where(count > 0, (those & known).sum(axis=0) / np.maximum(count, 1), nan)
 
 
 def _latest(values: Floats) -> Floats:
