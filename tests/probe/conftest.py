@@ -9,11 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from listening import Agent
-
-PATH = Path(__file__).parents[2] / "diagnosd/probe/path"
-
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+from observed import PATH, Agent, Launch
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from listening import Agent
+from observed import Agent
 
 from diagnosd.probe import sender
 from diagnosd.probe.message import Hello, Message, Sequence, encode, parse

@@ -1,10 +1,11 @@
-"""A stand-in for the agent: it really listens, keeps all it is sent, and dies when told."""
+"""A stand-in for the agent, which really listens, and where the scripts are that run under the probe."""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,15 @@ from typing import Any
 
 from diagnosd.probe.message import Hello, Message, parse
 
+PATH = Path(__file__).parents[2] / "diagnosd/probe/path"
+SCRIPTS = Path(__file__).parent / "scripts"
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
 
 class Agent:
+    """Keeps all it is sent, by connection, and dies when told."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.connections: list[list[Hello | Message]] = []
