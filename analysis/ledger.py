@@ -49,6 +49,7 @@ DRAWS: Mapping[str, tuple[str, ...]] = {
     "unexplained": (_OTHER, _COMM),
 }
 
+SERIES = 1 << 17  # whose accounts are remembered; containers come and go, and their names with them
 _WHOLE_STEP = {"eval": "eval", "checkpoint": "checkpoint", "compile": "init"}  # by the step's kind
 
 
@@ -73,6 +74,7 @@ class _Account:
         self.ranks: dict[str, _Rank] = {}
         self.booked = dict.fromkeys(CLASSES, 0)
         self.claims: Mapping[str, int] = {}
+        self.settled: dict[str, int] = {}
 
     @property
     def gpu_ns(self) -> int:
@@ -82,8 +84,9 @@ class _Account:
         classes = dict(self.booked)
         for rank in self.ranks.values():
             classes["unobserved" if rank.stepped else "init"] += rank.seen - rank.until
-        for cause in sorted(self.claims):
-            _draw(classes, "unexplained" if cause == "unknown" else cause, self.claims[cause])
+        for cause in sorted({*self.claims, *self.settled}):
+            claimed = self.claims.get(cause, 0) + self.settled.get(cause, 0)
+            _draw(classes, "unexplained" if cause == "unknown" else cause, claimed)
         return classes
 
 
@@ -113,6 +116,14 @@ class Ledger:
         if job in self._accounts:
             self._accounts[job].claims = {cause: ns for cause, ns in claims.items() if cause in _CLAIMABLE}
 
+    def settle(self, job: str) -> None:
+        """Whoever diagnosed this job has forgotten it: what was claimed stands, and later claims come on top."""
+        account = self._accounts.get(job)
+        if account is not None:
+            for cause, ns in account.claims.items():
+                account.settled[cause] = account.settled.get(cause, 0) + ns
+            account.claims = {}
+
     def steps(self, job: str) -> int:
         """Steps of the rank that made most."""
         return max((rank.steps for rank in self._accounts[job].ranks.values()), default=0)
@@ -128,6 +139,8 @@ class Ledger:
         job, rank, route = series.tag("job"), series.tag("rank"), None
         if series.measurement in ("diagnosd_step", "diagnosd_rank", "diagnosd_process") and job and rank:
             route = (self._accounts.setdefault(job, _Account()), rank)
+        if len(self._routes) >= SERIES:
+            self._routes.clear()
         self._routes[series] = route
         return route
 

@@ -24,6 +24,7 @@ SILENT = 30 * SECOND  # 30 missed heartbeats
 # ahead alone, the others are not silent yet.
 STRIDE = 10 * SECOND
 MOVES_PER_LOOK = 8
+SERIES = 1 << 17  # whose hosts are remembered; containers come and go, and their names with them
 FORGET = 3600 * SECOND  # hosts that left the cluster
 
 
@@ -138,6 +139,8 @@ class Order:
         host = None
         if name is not None:
             host = self._hosts.get(name) or self._hosts.setdefault(name, _Host(name, time))
+        if len(self._host_of) >= SERIES:
+            self._host_of.clear()
         self._host_of[series] = host
         return host
 

@@ -98,6 +98,7 @@ class Grid:
 
     def __init__(self, attempt: int, origin: int) -> None:
         self.attempt = attempt
+        self.taken = 0  # steps of single ranks
         self.duplicates = 0
         self.wrong = 0  # fields that were no numbers: dropped
         self._origin = origin
@@ -133,6 +134,7 @@ class Grid:
                 self.duplicates += key == newest
                 key += LAP * (key < newest)
         self._newest[rank] = key
+        self.taken += 1
         self._pending.append((key, rank, host, point))
 
     def steps(self) -> Steps:

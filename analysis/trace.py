@@ -143,6 +143,11 @@ class Job:
         return tuple(sorted({info.host for info in self.ranks.values()}))
 
     @property
+    def taken(self) -> int:
+        """Steps of single ranks that this attempt has sent, those no longer kept included."""
+        return self._grid.taken
+
+    @property
     def duplicates(self) -> int:
         return self._grid.duplicates
 
