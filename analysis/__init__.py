@@ -22,10 +22,10 @@ from diagnosd.point import Point
 
 SECOND = 10**9
 
-# The fastest rule wants 4 slow steps out of 5: a look at fewer new ones can change no verdict. Where steps are longer
-# than a second, 4 s are what a look may cost of the 15 s within which a fault must be told.
+# The fastest rule wants 4 slow steps out of 5: until something is suspected, a look at fewer changes little. Where
+# steps are long, 2 s are what a look may cost of the 15 s within which a fault must be told.
 LOOK_STEPS = 4
-LOOK_S = 4
+LOOK_S = 2
 
 
 class Analysis:
@@ -92,6 +92,8 @@ class Analysis:
         return documents
 
     def _is_due(self, job: Job) -> bool:
+        if self._watch(job).suspects:
+            return True
         looked, taken = self._looked.get(job.name, (0, 0))
         new = abs(job.taken - taken)  # a new attempt counts anew
         return self.trace.now - looked >= LOOK_S * SECOND or new >= LOOK_STEPS * max(1, len(job.ranks))

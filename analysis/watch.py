@@ -91,6 +91,11 @@ class Watch:
             self.closed = True
         return self.episodes.changes(now, final=True)
 
+    @property
+    def suspects(self) -> bool:
+        """Whether something is open, so that each second counts."""
+        return self.slowdown is not None or any(episode.is_open for episode in self.episodes.all)
+
     def status(self) -> dict[str, Any]:
         """For a live line: steps so far, the usual step, and what is suspected."""
         reference = self.baseline.reference()
