@@ -136,6 +136,7 @@ SCENARIOS = {
             "The switch port of n1 falls from 1 Gbit/s to 200 Mbit/s.",
             throttled_port,
             cause="network_congestion",
+            subtypes=("bandwidth",),
             loci=("host:n1", "nic:n1/eth0"),
             ends=("n1", "n2"),  # gloo's ring sends from rank r to r - 1
             ranks=(2, 4),
@@ -146,6 +147,7 @@ SCENARIOS = {
             "A machine outside the job sends to n1 over four TCP streams as fast as it can.",
             neighbour,
             cause="network_congestion",
+            subtypes=("neighbour_traffic",),
             loci=("host:n1", "nic:n1/eth0"),
             ends=("n1", "n2"),
             ranks=(2, 4),
@@ -155,6 +157,7 @@ SCENARIOS = {
             "The switch drops 1 % of what it sends to n1.",
             packet_loss,
             cause="network_congestion",
+            subtypes=("packet_loss",),
             loci=("host:n1", "nic:n1/eth0"),
         ),
         Scenario(
@@ -162,6 +165,7 @@ SCENARIOS = {
             "On every rank a batch takes 2.5 steps to load.",
             loader_slow,
             cause="data_starvation",
+            subtypes=("loader_slow",),
             graded=True,
         ),
         Scenario(
@@ -169,6 +173,7 @@ SCENARIOS = {
             "On rank 1 a batch takes 2.5 steps to load.",
             loader_slow_one,
             cause="data_starvation",
+            subtypes=("loader_slow",),
             loci=("rank:1", "host:n1"),
         ),
         Scenario(
@@ -176,6 +181,7 @@ SCENARIOS = {
             "Both ranks may read their batches from disk at 8 MB/s and no faster.",
             slow_storage,
             cause="data_starvation",
+            subtypes=("slow_storage",),
             reads=True,
             limit=("reads", ("n0", "n1")),
         ),
@@ -183,7 +189,8 @@ SCENARIOS = {
             "cpu_quota",
             "Rank 1 may use 30 % of a core.",
             cpu_quota,
-            cause="host_stall",
+            cause="straggler",
+            subtypes=("cpu_quota",),
             loci=("rank:1", "host:n1"),
             train=("--batch", str(HEAVY_BATCH)),
             limit=("cpu", ("n1",)),
