@@ -255,7 +255,7 @@ class Agent:
         for lane in self._lanes:
             if isinstance(lane.collector, Steps):
                 lane.collector.close()
-            if lane.idle(DEADLINE_S / 2):
+            if lane.idle(deadline - STOP_S * 3 / 4 - time.monotonic()):
                 lane.ask(time.time_ns())
         for lane in self._lanes:
             lane.idle(deadline - STOP_S / 2 - time.monotonic())
@@ -291,6 +291,13 @@ def collect(socket: Path, host: str, record: str) -> None:
     watched = make(host, socket, [Recorder(file)])
     log.info("recording %s into %s; the probes find it at %s", host, file, socket)
     asyncio.run(until_told(watched))
+
+
+def said(error: OSError | ValueError) -> str:
+    """The error as a person wants to read it: on what, and why."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def hold_signals() -> None:

@@ -187,12 +187,6 @@ def _options(
     """The options of diagnosd itself."""
 
 
-def _said(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
 def _own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """What nobody foresaw, in a line that says where."""
     if issubclass(kind, KeyboardInterrupt):
@@ -211,5 +205,7 @@ def main() -> None:
     try:
         app(prog_name="diagnosd")
     except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
-        print(f"diagnosd: {_said(error)}", file=sys.stderr)
+        from diagnosd.agent import said  # noqa: PLC0415
+
+        print(f"diagnosd: {said(error)}", file=sys.stderr)
         sys.exit(ERROR)

@@ -162,7 +162,7 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
         except StartError as error:
             return _not_started(str(error), error.code)
         except (OSError, ValueError) as error:
-            return _not_started(f"{argv[0]} was not started: {error}", COULD_NOT_START)
+            return _not_started(f"{argv[0]} was not started: {agent.said(error)}", COULD_NOT_START)
         asyncio.run(_observe(watched, command))
         verdicts.join()
     silence = _silence(verdicts.measurements, f"{argv[0]} {command.status}", environ)
