@@ -62,6 +62,11 @@ class Sender:
                 self._say_hello(self._socket)
 
     def close(self) -> None:
+        """For good."""
+        self._tried = float("inf")
+        self._lose()
+
+    def _lose(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -93,7 +98,7 @@ class Sender:
             connection.send(self._waiting[0](self._number))
         except OSError as error:
             if error.errno not in _AGAIN:
-                self.close()
+                self._lose()
             return False
         except ValueError:
             self.dropped += 1

@@ -98,6 +98,7 @@ class Steps:
         self._training: Set[Hashable] = set()  # loaders that fed a backward
         self._fetches = 0
         self._backward_seen = False
+        self._gradients = False  # there are some that no optimizer has used yet
         self._eager = True
 
     # --- phases ---------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Steps:
                 self.used[FORWARD] = True
         part.spent[FORWARD] += part.spent[LOOSE]
         part.spent[LOOSE] = 0
-        part.backward = self._backward_seen = True
+        part.backward = self._backward_seen = self._gradients = True
         if part.loader is not None:
             self._training.add(part.loader)
         self.enter(t, BACKWARD)
@@ -285,7 +286,8 @@ class Steps:
         if self.explicit:
             return
         part = self._part
-        if not part.backward and self._backward_seen:
+        fresh, self._gradients = self._gradients or not self._backward_seen, False
+        if not fresh:
             self._eager = False  # a second call for one backward: the first was not the last
             if not self._last:  # and its step has been told: this call's time goes to the next
                 self._seal()

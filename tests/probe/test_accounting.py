@@ -131,6 +131,17 @@ def test_accumulated_backwards_belong_to_the_update_that_uses_them(loop: Loop) -
     assert [step.spent[BACKWARD] for step in steps][-7:] == [150] * 7
 
 
+def test_an_update_after_the_end_of_an_epoch_uses_what_the_epoch_accumulated(loop: Loop) -> None:
+    for _ in range(6):
+        for _ in range(3):
+            loop.fetch()
+            loop.forward()
+            loop.backward()
+        loop.end_of("train")
+        loop.update()
+    assert [step.samples for step in loop.done()][-4:] == [24] * 4
+
+
 def test_two_optimizers_that_update_one_after_the_other_make_one_step(loop: Loop) -> None:
     for _ in range(6):
         loop.fetch()

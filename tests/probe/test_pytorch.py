@@ -1,0 +1,168 @@
+"""Training scripts that know nothing of the probe, on real PyTorch: torchrun, gloo, a loader's workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from observed import SCRIPTS, Agent, Launch
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SECONDS = 0.3
+STEPS, ACCUMULATED = 20, 3
+
+Run = tuple[Agent, "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def ddp(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
+    agent = start_agent()
+    done = launch(agent, SCRIPTS / "ddp.py", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert "diagnosd" not in done.stderr
+    return agent
+
+
+def longest(steps: list[dict[str, Any]], phase: str) -> int:
+    return int(max(steps, key=lambda step: step.get(phase, 0.0))["step"])
+
+
+def test_only_the_two_ranks_speak(ddp: Agent) -> None:
+    """Not torchrun, not the workers of the loaders."""
+    assert sorted((hello.rank, hello.local_rank) for hello, *_ in ddp.connections) == [(0, 0), (1, 1)]
+
+
+def test_every_step_of_every_rank_is_told_once_the_last_too(ddp: Agent) -> None:
+    for rank in range(2):
+        assert [step["step"] for step in ddp.steps(rank)] == list(range(STEPS + ACCUMULATED))
+
+
+def test_the_phases_add_up_to_the_step(ddp: Agent) -> None:
+    phases = ("data_wait", "forward", "backward", "optimizer", "comm", "checkpoint", "eval", "other")
+    for step in ddp.steps():
+        assert sum(step.get(phase, 0.0) for phase in phases) == pytest.approx(step["duration"], abs=1e-7)
+        assert step["clock"] == "host"
+
+
+def test_a_slow_backward_is_in_its_own_step_and_the_other_rank_waits_in_it(ddp: Agent) -> None:
+    guilty, victim = ddp.steps(1), ddp.steps(0)
+    assert longest(guilty[:STEPS], "backward") == 12
+    assert guilty[12]["backward"] >= SECONDS > guilty[12]["comm"]
+    assert victim[12]["comm"] >= SECONDS * 0.9 > victim[12]["backward"]
+
+
+def test_the_rank_that_is_waited_for_enters_the_reduction_last(ddp: Agent) -> None:
+    guilty, victim = ddp.steps(1)[12], ddp.steps(0)[12]
+    assert guilty["sync_enter"] - victim["sync_enter"] > SECONDS * 0.9e9
+    assert abs(guilty["sync_exit"] - victim["sync_exit"]) < SECONDS * 0.5e9
+
+
+def test_the_gradients_bytes_and_group_are_told(ddp: Agent) -> None:
+    for step in ddp.steps():
+        if step["step"] != 15:
+            assert (step["sync_bytes"], step["sync_group"]) == (4 * (128 * 128 + 128) * 4, "world:0")
+
+
+def test_a_checkpoint_is_in_the_step_after_the_update_that_it_follows(ddp: Agent) -> None:
+    saved = [step for step in ddp.steps(0) if "checkpoint" in step]
+    assert [step["step"] for step in saved] == [5]
+    assert saved[0]["checkpoint"] >= SECONDS
+
+
+def test_an_evaluation_is_in_the_step_after_the_update_that_it_follows(ddp: Agent) -> None:
+    for rank in range(2):
+        evaluated = [step for step in ddp.steps(rank) if "eval" in step]
+        assert [step["step"] for step in evaluated] == [8]
+        assert evaluated[0]["eval"] >= SECONDS
+        assert evaluated[0]["samples"] == 8
+
+
+def test_a_slow_batch_is_waited_for_on_the_rank_that_loads_it(ddp: Agent) -> None:
+    assert longest(ddp.steps(0)[1:STEPS], "data_wait") == 19
+
+
+def test_an_empty_queue_is_told_as_empty_and_a_full_one_as_full(ddp: Agent) -> None:
+    steps = ddp.steps(0)
+    assert steps[19]["queue"] == 0
+    assert steps[12]["queue"] == 2  # one worker, two batches prefetched, and the victim's step is long
+    assert (steps[12]["queue_size"], steps[12]["workers"]) == (2, 1)
+
+
+def test_samples_are_the_rows_of_the_batch(ddp: Agent) -> None:
+    assert [step["samples"] for step in ddp.steps(0)[:STEPS]] == [8] * STEPS
+
+
+def test_a_collective_of_the_script_is_communication_whether_called_or_waited_for(ddp: Agent) -> None:
+    waited = ddp.steps(0)[15]
+    assert waited["comm"] >= SECONDS * 0.9
+    assert waited["sync_bytes"] == 400_000
+    assert waited["sync_exit"] - waited["sync_enter"] >= SECONDS * 0.9e9
+
+
+def test_accumulated_backwards_are_one_step_and_their_compute_is_no_communication(ddp: Agent) -> None:
+    guilty, victim = ddp.steps(1)[STEPS + 1], ddp.steps(0)[STEPS + 1]
+    assert guilty["backward"] >= SECONDS
+    assert victim["comm"] >= SECONDS * 0.8
+    assert victim["backward"] < SECONDS
+
+
+def test_the_group_is_described_once_a_rank(ddp: Agent) -> None:
+    groups = ddp.points("diagnosd_group")
+    assert [(group.tags, group.fields) for group in groups] == [
+        ({"group": "world:0"}, {"members": "0-1", "backend": "gloo"})
+    ] * 2
+
+
+def test_the_ranks_tell_what_they_are(ddp: Agent) -> None:
+    for connection in ddp.connections:
+        hello = connection[0]
+        assert (hello.world, hello.attempt) == (2, 0)  # type: ignore[union-attr]
+        assert hello.fields["loader"] == "torch"
+        assert "torch=" in str(hello.fields["versions"])
+    assert any("addresses" in hello.fields for hello in ddp.hellos)
+
+
+def test_the_ranks_connections_are_told(ddp: Agent) -> None:
+    assert ddp.points("diagnosd_socket")
+
+
+@pytest.fixture(scope="module")
+def loops(start_agent: Callable[[], Agent], launch: Launch) -> dict[str, list[dict[str, Any]]]:
+    """Steps by the name of the loop."""
+    agent = start_agent()
+    done = launch(agent, SCRIPTS / "loops.py", DIAGNOSD_JOB="launcher")
+    assert done.returncode == 0, done.stderr
+    assert "diagnosd" not in done.stderr
+    return {
+        connection[0].job: [p.fields for p in connection if getattr(p, "measurement", "") == "diagnosd_step"]  # type: ignore[union-attr]
+        for connection in agent.connections
+    }
+
+
+@pytest.mark.parametrize("loop", ["plain", "gan", "lbfgs", "skipping", "in_backward"])
+def test_a_step_a_fetch(loops: dict[str, list[dict[str, Any]]], loop: str) -> None:
+    assert [step["samples"] for step in loops[loop]] == [8] * 6
+
+
+def test_a_step_an_update_of_accumulated_gradients(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert [step.get("samples") for step in loops["accumulating"]][-5:] == [48] * 5
+
+
+def test_an_optimizer_that_raises_costs_one_step_its_end(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert [step["samples"] for step in loops["failing_optimizer"]] == [8, 8, 16, 8, 8]
+
+
+def test_a_step_a_fetch_where_no_optimizer_is_known(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert [step["samples"] for step in loops["own_optimizer"]] == [24, 8, 8, 8]
+
+
+def test_who_does_not_train_does_not_register(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert "inference" not in loops
+    assert "launcher" not in loops
