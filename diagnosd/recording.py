@@ -36,7 +36,7 @@ _FLUSH = 1024 * 1024  # bytes that a writer gathers at most
 # Text of one frame that is held back until its checksum is seen. Our own frames are at most _FLUSH; what somebody
 # compressed in one piece is longer, and is given out from here on before it is known to be whole.
 _HELD = 8 * 1024 * 1024
-_BATCH = 4096  # points handed out at a time
+_BATCH = 512  # points handed out at a time: few enough to stay in the processor's cache
 _HOPELESS = 1000  # a file that has shown so many bad lines and not one point is something else, however long it is
 
 
