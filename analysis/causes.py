@@ -31,6 +31,7 @@ class Cause:
     least: float
     next: str
     network: bool = False  # needs a network between hosts
+    from_start: bool | None = None  # whether it is there from the first step, or begins; None: either
     subtypes: Mapping[str, Subtype] = field(default_factory=dict)
 
 
@@ -47,6 +48,7 @@ CAUSES = {
             least=0.05,
             next="On {host}: ss -ti; ethtool -S {nic}; then the switch port's rate, queue and drops.",
             network=True,
+            from_start=False,
             subtypes={
                 "neighbour_traffic": Subtype(
                     "somebody else's traffic fills the link",
@@ -99,6 +101,7 @@ CAUSES = {
             least=0.02,
             next="Compare the interfaces in use with the declared fabric: ip -s link; the *_SOCKET_IFNAME of the job.",
             network=True,
+            from_start=True,
             subtypes={
                 "wrong_interface": Subtype(
                     "its traffic takes another interface than the fabric's",

@@ -118,7 +118,7 @@ def _stands(c: Comparison, case: _Case) -> bool:
         return False
     if case.cause.network and len(c.all_hosts) < 2:
         return False
-    if case.cause.code == "topology_misconfiguration" and not c.from_start:
+    if case.cause.from_start not in (None, c.from_start):
         return False
     return c.excess(*case.claims) >= case.cause.least * c.step and c.share(*case.claims) >= EXPLAINS
 

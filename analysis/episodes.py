@@ -36,7 +36,9 @@ TRANSITIONS: dict[str, dict[str, str]] = {
 PERSIST_STEPS, PERSIST_S = 4, 5.0
 # `unknown` waits for the slower sensors, which are read every 10 s, and gives a passing disturbance the time to pass.
 UNKNOWN_STEPS, UNKNOWN_S = 10, 20.0
-UNKNOWN_COST = 0.10  # of the step: less, without a cause to act on, is no reason to bother anybody
+# Less than a tenth of the step, without a cause to act on, is no reason to bother anybody; nor is a shift of less than
+# 2.5 times what single steps scatter by when all is well: on a machine that others use too, that is the weather.
+UNKNOWN_COST, UNKNOWN_SCATTER = 0.10, 2.5
 AGREED = 2  # ticks in a row that must have named the cause
 MISSED = 2  # ticks in a row that must not have named it, before a suspicion is dropped
 REPLACED = 10  # and before a confirmed cause gives way to another: evidence wavers for a sampling interval or two
@@ -78,6 +80,7 @@ class Episode:
     observed: float = 0.0  # seconds of the affected steps
     expected: float = 0.0  # what they should have taken
     step: float = 0.0  # expected seconds a step
+    scatter: float = 0.0  # of single healthy steps, as a share of the step
     gain: float = 0.0
     ranks: int = 0
     counted: int = 0  # cycles before this number are in the sums
@@ -150,7 +153,7 @@ class Episodes:
             return
         least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
         lasted = steps >= least_steps and now - episode.start >= least_s * 1e9
-        cheap = unknown and episode.slowdown < 1 + UNKNOWN_COST
+        cheap = unknown and episode.slowdown < 1 + max(UNKNOWN_COST, UNKNOWN_SCATTER * episode.scatter)
         if not (lasted or at_once) or cheap or self._explained(episode):
             return
         former = next((e for e in reversed(self.all) if _joins(e, episode, now)), None)

@@ -403,6 +403,15 @@ def cpu_pressure(c: Comparison) -> Iterator[Reading]:
     yield from _pressure(c, "cpu", "a processor")
 
 
+def short_of_cpu(c: Comparison) -> Iterator[Reading]:
+    """Tasks wait for a processor half of the time, before or not: then TCP, which needs one too, is slow by itself."""
+    for host, series in c.series("pressure", c.all_hosts, resource="cpu", type="some"):
+        now = c.rate(series, "total")[0] / 1e6
+        if _known(now):
+            text = f"tasks waited for a processor {now:.0%} of the time"
+            yield Reading(f"host:{host}", now, nan, strength(now, 0.5, 0.1), text)
+
+
 def steal(c: Comparison) -> Iterator[Reading]:
     """The hypervisor gave the processors to somebody else: 2 % (diagnosis.md 3)."""
     for host, series in c.series("cpu", c.suspect_hosts, cpu="cpu-total"):
@@ -661,11 +670,11 @@ ROWS = (
         {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, "probe", _PROBE, True),
     Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, "probe", _PROBE, True),
     Row("from the first step", "timing", "", from_the_start, {TOPOLOGY: 1, NETWORK_CAUSE: -1}, "probe", _PROBE),
-    Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8, STRAGGLER: -0.2}, "socket", _PROBE, True),
+    Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8}, "socket", _PROBE, True),
     Row("send queue", "socket", "bytes", send_queue, {NETWORK_CAUSE: 0.5}, "socket", _PROBE, True),
     Row("congestion window", "socket", "segments", window,
-        {NETWORK_CAUSE: 0.6, STRAGGLER: -0.2}, "socket", _PROBE, True),
-    Row("retransmits", "socket", "share", retransmits, {NETWORK_CAUSE: 0.9, STRAGGLER: -0.2}, "socket", _PROBE, True),
+        {NETWORK_CAUSE: 0.6}, "socket", _PROBE, True),
+    Row("retransmits", "socket", "share", retransmits, {NETWORK_CAUSE: 0.9}, "socket", _PROBE, True),
     Row("quiet connections", "socket", "", quiet_connections, {NETWORK_CAUSE: -0.5}, "socket", _PROBE, True),
     Row("receive queue", "socket", "bytes", receive_queue,
         {STRAGGLER: 0.6, HOST_STALL: 0.2, NETWORK_CAUSE: -0.6}, "socket", _PROBE, True),
@@ -675,7 +684,9 @@ ROWS = (
     Row("CPU quota", "host", "share", throttled,
         {STRAGGLER: 1.2, HOST_STALL: 0.5, NETWORK_CAUSE: -1}, "process", _PROCESS, True),
     Row("CPU pressure", "host", "share", cpu_pressure,
-        {HOST_STALL: 1, STRAGGLER: 0.4, NETWORK_CAUSE: -1, TOPOLOGY: -0.5}, "pressure", _AGENT, True),
+        {HOST_STALL: 1, STRAGGLER: 0.4, NETWORK_CAUSE: -0.5}, "pressure", _AGENT, True),
+    Row("short of CPU", "host", "share", short_of_cpu,
+        {NETWORK_CAUSE: -0.7, TOPOLOGY: -0.5}, "pressure", _AGENT, True),
     Row("stolen CPU", "host", "share", steal,
         {HOST_STALL: 0.6, STRAGGLER: 0.3, NETWORK_CAUSE: -0.2}, "cpu", _AGENT, True),
     Row("preempted", "host", "1/s", preempted, {HOST_STALL: 0.4, STRAGGLER: 0.4}, "process", _PROCESS, True),

@@ -81,12 +81,12 @@ def slow_link(c: Comparison, evidence: list[Evidence]) -> Place:
         return Place(_ports(c, busy)) if busy else Place(("job",))
     worst = sorted((way for way in scores if scores[way] >= ALIKE * best), key=lambda way: (-scores[way], way))
     common = set.intersection(*({*way} for way in worst))
-    first, second, *_ = [*_by_queue(c, worst), None]
+    longest = _by_queue(c, worst)
     if len(common) == 1:
         into = [way for way in worst if way[1] in common]
         return Place(_ports(c, sorted(common)), (), _words((into or worst)[0]))
-    if len(worst) == 1 or (len(common) == 2 and first is not None and second is None):
-        way = worst[0] if len(worst) == 1 or first is None else first
+    if len(worst) == 1 or (len(common) == 2 and len(longest) == 1):
+        way = worst[0] if len(worst) == 1 else longest[0]
         return Place(_ports(c, [way[1]]), (), _words(way))
     return Place(_ports(c, list(dict.fromkeys(receiver for _, receiver in worst))))
 

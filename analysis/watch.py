@@ -458,6 +458,7 @@ class Watch:
             episode.expected += float(expected.sum())
             episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
             episode.step = c.step if reference is None else reference.step
+            episode.scatter = 0.0 if reference is None else float(reference.scale[0]) / reference.step
             episode.gain, episode.ranks = self._gain(episode.verdict, c, numbers), self.job.world
             self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 

@@ -1,0 +1,283 @@
+"""The table of evidence, and how it is weighed: on comparisons made by hand, with counters where a test needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diagnosd.analysis.causes import CAUSES, RIVALS
+from diagnosd.analysis.classify import classify, next_measurement
+from diagnosd.analysis.compare import Comparison
+from diagnosd.analysis.decompose import OWN, PARTS
+from diagnosd.analysis.evidence import ROWS, collect
+from diagnosd.analysis.trace import Trace
+from diagnosd.point import Point, point
+from tests.jobs import T0
+
+QUIET = {"data_wait": 0.002, "forward": 0.02, "backward": 0.04, "optimizer": 0.003, "other": 0.001, "transfer": 0.12}
+Times = Mapping[str, float]
+
+
+def compared(
+    now: Times,
+    *points: Point,
+    of_ranks: tuple[Times, ...] = ({}, {}),
+    hosts: tuple[str, ...] = ("a", "b"),
+    last: tuple[float, ...] = (0.5, 0.5),
+    **changes: Any,
+) -> Comparison:
+    """A healthy minute beside ten seconds in which the parts of `now` took so long; `of_ranks` for each rank's own."""
+    trace = Trace()
+    trace.add([point("diagnosd_agent", {"host": "a", "collector": "agent"}, {"up": 1}, T0), *points])
+    for rank, host in enumerate(hosts):
+        fields = {"attempt": 0, "world": len(hosts), "addresses": f"10.0.0.{rank}", "state": "running"}
+        tags = {"job": "train", "host": host, "rank": str(rank)}
+        trace.add([point("diagnosd_rank", tags, fields, T0 + rank)])
+    usual = np.array([QUIET.get(part, 0.0) for part in PARTS])
+    of_one = np.array([QUIET.get(part, 0.0) for part in OWN])
+    fields: dict[str, Any] = {
+        "trace": trace,
+        "job": trace.jobs["train"],
+        "against": "past",
+        "ranks": tuple(range(len(hosts))),
+        "hosts": hosts,
+        "before": (0.0, 60.0),
+        "during": (60.0, 70.0),
+        "expected": usual,
+        "observed": np.array([now.get(part, QUIET.get(part, 0.0)) for part in PARTS]),
+        "own_expected": np.stack([of_one] * len(hosts)),
+        "own_observed": np.array([[own.get(part, QUIET.get(part, 0.0)) for part in OWN] for own in of_ranks]),
+        "last": np.array(last),
+        "apart": True,
+        "timed": True,
+        "loads": np.ones(len(hosts), dtype=bool),
+        "empty": np.full(len(hosts), np.nan),
+        "full": np.full(len(hosts), np.nan),
+        "workers": np.full(len(hosts), np.nan),
+        "cycles": 20,
+        "cycles_before": 200,
+        "sync_bytes": 16e6,
+        "from_start": False,
+    }
+    return Comparison(**{**fields, **changes})
+
+
+def counted(measurement: str, field: str, before: float, during: float, **tags: str) -> list[Point]:
+    """A counter that grows by so much a second for a minute, and by so much in the ten seconds that follow."""
+    values = np.concatenate([before * np.arange(0, 61), before * 60 + during * np.arange(1, 12)])
+    return [point(measurement, tags, {field: int(v)}, T0 + n * 10**9 + 1) for n, v in enumerate(values)]
+
+
+def shown(measurement: str, field: str, before: float, during: float, kind: type = float, **tags: str) -> list[Point]:
+    """A gauge."""
+    values = [before] * 61 + [during] * 11
+    return [point(measurement, tags, {field: kind(v)}, T0 + n * 10**9 + 1) for n, v in enumerate(values)]
+
+
+def strongest(c: Comparison, metric: str) -> float | None:
+    return next((one.reading.strength for one in collect(c)[0] if one.row.metric == metric), None)
+
+
+def test_every_row_weighs_on_causes_of_the_catalogue() -> None:
+    for row in ROWS:
+        assert row.weights
+        assert set(row.weights) <= set(CAUSES)
+        assert row.advice
+
+
+def test_every_cause_that_competes_has_evidence_for_it_in_two_groups() -> None:
+    for cause in RIVALS:
+        assert len({row.group for row in ROWS if row.weights.get(cause.code, 0) > 0}) >= 2
+
+
+def test_absence_is_not_a_reading_of_zero() -> None:
+    _, missing = collect(compared({"transfer": 0.5}))
+    assert {"round-trip time", "retransmits", "CPU pressure", "disk wait"} <= {row.metric for row in missing}
+
+
+def test_a_slow_transfer_alone_names_nobody_and_says_what_to_measure() -> None:
+    (verdict,) = classify(compared({"transfer": 0.5}))
+    assert verdict.cause == "unknown"
+    assert verdict.alternatives[0].cause == "network_congestion"
+    assert "not measured" in verdict.next
+
+
+def test_a_slow_transfer_on_one_host_is_not_the_networks() -> None:
+    verdicts = classify(compared({"transfer": 0.5}, hosts=("a", "a")))
+    assert [verdict.cause for verdict in verdicts] == ["unknown"]
+
+
+def socket(host: str, rank: int, peer: int) -> dict[str, str]:
+    return {"job": "train", "host": host, "rank": str(rank), "peer": f"10.0.0.{peer}"}
+
+
+def talk(host: str, rank: int, peer: int, bytes_now: float = 25e6) -> list[Point]:
+    return counted("diagnosd_socket", "bytes_sent", 90e6, bytes_now, **socket(host, rank, peer))
+
+
+def test_a_longer_way_on_one_link_names_its_receiver() -> None:
+    points = [
+        *talk("a", 0, 1),
+        *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1)),
+        *talk("b", 1, 0),
+        *shown("diagnosd_socket", "rtt", 0.0024, 0.0025, **socket("b", 1, 0)),
+    ]
+    (verdict,) = classify(compared({"transfer": 0.5}, *points))
+    assert (verdict.cause, verdict.subtype) == ("network_congestion", "bandwidth")
+    assert verdict.loci == ("host:b",)
+    assert "a -> b" in verdict.text
+
+
+def test_two_links_with_a_longer_way_name_the_host_that_both_touch() -> None:
+    """A full queue towards b holds the bytes from c, and the acknowledgements of those that b sends to a."""
+    points = []
+    for host, rank, peer, now in (("c", 2, 1, 0.014), ("b", 1, 0, 0.012), ("a", 0, 2, 0.0024)):
+        points += talk(host, rank, peer)
+        points += shown("diagnosd_socket", "rtt", 0.0024, now, **socket(host, rank, peer))
+    c = compared({"transfer": 0.5}, *points, of_ranks=({}, {}, {}), hosts=("a", "b", "c"), last=(0.3, 0.3, 0.4))
+    (verdict,) = classify(c)
+    assert verdict.loci == ("host:b",)
+    assert "c -> b" in verdict.text
+
+
+def test_between_two_hosts_the_longer_send_queue_tells_which_way_is_slow() -> None:
+    points = []
+    for host, rank, peer, queue in (("a", 0, 1, 1_087_000), ("b", 1, 0, 90_000)):
+        points += talk(host, rank, peer)
+        points += shown("diagnosd_socket", "rtt", 0.0024, 0.014, **socket(host, rank, peer))
+        points += shown("diagnosd_socket", "send_queue", 80_000, queue, int, **socket(host, rank, peer))
+    (verdict,) = classify(compared({"transfer": 0.5}, *points))
+    assert verdict.loci == ("host:b",)
+
+
+def test_retransmits_count_against_their_own_past_whatever_the_congestion_control() -> None:
+    def measured(before: float, during: float) -> float | None:
+        sent = talk("a", 0, 1)
+        again = counted(
+            "diagnosd_socket", "retransmits", before * 90e6 / 1448, during * 25e6 / 1448, **socket("a", 0, 1)
+        )
+        return strongest(compared({"transfer": 0.5}, *sent, *again), "retransmits")
+
+    usual_of_bbr, more_of_cubic = measured(0.025, 0.028), measured(0.002, 0.0102)
+    assert usual_of_bbr is not None
+    assert usual_of_bbr < 0
+    assert more_of_cubic is not None
+    assert more_of_cubic > 0
+
+
+def test_others_bytes_on_the_interface_are_somebody_elses_traffic() -> None:
+    points = [
+        *counted("net", "bytes_recv", 95e6, 119e6, host="b", interface="eth0"),
+        *counted("diagnosd_socket", "bytes_received", 90e6, 19e6, **socket("b", 1, 0)),
+        *talk("a", 0, 1, 19e6),
+    ]
+    (verdict,) = classify(compared({"transfer": 0.5}, *points))
+    assert (verdict.cause, verdict.subtype) == ("network_congestion", "neighbour_traffic")
+    assert verdict.loci == ("nic:b/eth0", "host:b")
+
+
+def test_loopback_and_container_bridges_are_no_interfaces_of_the_job() -> None:
+    points = [
+        *counted("net", "bytes_recv", 1e6, 900e6, host="b", interface="lo"),
+        *counted("net", "bytes_recv", 1e6, 900e6, host="b", interface="docker0"),
+        *counted("net", "bytes_recv", 95e6, 20e6, host="b", interface="eth0"),
+        *counted("diagnosd_socket", "bytes_received", 90e6, 19e6, **socket("b", 1, 0)),
+    ]
+    assert (strongest(compared({"transfer": 0.5}, *points), "others' bytes") or 0) < 0
+
+
+SLOW = {"forward": 0.08, "backward": 0.2}
+
+
+def test_a_rank_that_computes_longer_while_the_others_wait_is_the_straggler() -> None:
+    (verdict,) = classify(compared(SLOW, of_ranks=({}, SLOW), last=(0, 1)))
+    assert verdict.cause == "straggler"
+    assert verdict.loci == ("rank:1", "host:b")
+    assert verdict.columns == (1,)
+
+
+def test_all_ranks_that_compute_longer_are_no_stragglers() -> None:
+    causes = [verdict.cause for verdict in classify(compared(SLOW, of_ranks=(SLOW, SLOW)))]
+    assert causes == ["unknown"]
+
+
+def test_a_rank_without_processor_cannot_move_its_bytes_either() -> None:
+    tags = {"job": "train", "host": "b", "rank": "1"}
+    points = shown("diagnosd_process", "throttled", 0.0, 0.9, **tags)
+    now = {**SLOW, "transfer": 0.25}
+    (verdict,) = classify(compared(now, *points, of_ranks=({}, SLOW), last=(0, 1)))
+    assert (verdict.cause, verdict.subtype) == ("straggler", "cpu_quota")
+    assert "transfer" in verdict.claims
+
+
+def test_a_full_prefetch_queue_speaks_against_starvation() -> None:
+    starved = {"data_wait": 0.3}
+    empty, full = (compared(starved, of_ranks=(starved, starved), empty=np.full(2, share)) for share in (0.9, 0.0))
+    (first,), (second,) = classify(empty), classify(full)
+    assert first.cause == "data_starvation"
+    assert first.confidence > second.confidence
+
+
+def test_who_waits_for_storage_is_told_from_who_has_no_processor() -> None:
+    starved = {"data_wait": 0.3}
+    tags = {"job": "train", "host": "b", "rank": "1"}
+
+    def subtype(*points: Point, workers: float = np.nan) -> str | None:
+        c = compared(starved, *points, of_ranks=({}, starved), last=(0, 1), workers=np.array([1, workers]))
+        (verdict,) = classify(c)
+        return verdict.subtype
+
+    io = counted("pressure", "total", 10_000, 900_000, host="b", resource="io", type="some")
+    idle = counted("pressure", "total", 10_000, 10_000, host="b", resource="io", type="some")
+    assert subtype(*io) == "slow_storage"
+    assert subtype(*idle, *shown("diagnosd_process", "cpu_workers", 0.3, 3.9, **tags), workers=4.0) == "loader_cpu"
+    assert subtype(*idle) == "loader_slow"
+    assert subtype() is None  # nobody looked
+
+
+def test_congestion_begins_and_a_misconfiguration_was_there() -> None:
+    points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]
+    causes = [
+        verdict.cause for verdict in classify(compared({"transfer": 0.5}, *points, from_start=True, against="model"))
+    ]
+    assert "network_congestion" not in causes
+    causes = [verdict.cause for verdict in classify(compared({"transfer": 0.5}, *points))]
+    assert causes == ["network_congestion"]
+
+
+def test_five_counters_of_one_interface_do_not_outvote_everything_else() -> None:
+    """Congestion counters are evidence, never a trigger: without a slower transfer nothing is congested."""
+    points = [
+        *talk("a", 0, 1),
+        *shown("diagnosd_socket", "rtt", 0.0024, 0.03, **socket("a", 0, 1)),
+        *shown("diagnosd_socket", "cwnd", 230, 10, int, **socket("a", 0, 1)),
+        *counted("diagnosd_socket", "retransmits", 10, 5000, **socket("a", 0, 1)),
+        *counted("net", "drop_in", 0, 900, host="b", interface="eth0"),
+    ]
+    verdicts = classify(compared(SLOW, *points, of_ranks=({}, SLOW), last=(0, 1)))
+    assert [verdict.cause for verdict in verdicts] == ["straggler"]
+
+
+def test_two_causes_of_different_parts_are_both_named() -> None:
+    starved = {"data_wait": 0.3}
+    points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]
+    points += counted("net", "bytes_sent", 90e6, 32e6, host="a", interface="eth0")
+    c = compared({**starved, "transfer": 0.4}, *points, of_ranks=(starved, starved), empty=np.full(2, 1.0))
+    assert {verdict.cause for verdict in classify(c)} == {"data_starvation", "network_congestion"}
+
+
+def test_the_next_measurement_is_the_one_that_separates_the_two_best() -> None:
+    rows = [row for row in ROWS if row.metric in ("CPU quota", "disk wait")]
+    text = next_measurement(CAUSES["straggler"], CAUSES["host_stall"], rows)
+    assert "CPU quota" in text
+    assert "disk" not in text
+
+
+@pytest.mark.parametrize("cause", [cause.code for cause in RIVALS])
+def test_no_verdict_is_surer_than_what_was_never_fitted_can_be(cause: str) -> None:
+    c = compared({"data_wait": 0.9}, of_ranks=({"data_wait": 0.9},) * 2, empty=np.full(2, 1.0))
+    assert all(alternative.confidence <= 1 for verdict in classify(c) for alternative in verdict.alternatives)
+    assert all(verdict.confidence <= 0.98 for verdict in classify(c) if verdict.cause == cause)
