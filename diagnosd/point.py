@@ -137,11 +137,9 @@ def _fitting(series: Series, name: str, value: Value) -> Value:
     known = SCHEMA.get(series.measurement)
     if known is None or type(value) is not int:
         return value
-    if known.type_of(name) == "f":
+    if known.type_of(name) == "f" and INT_MIN <= value <= INT_MAX:
         return float(value)
-    if value > INT_MAX and known.kind_of(name) == "counter":
-        return value % 2**63
-    return value
+    return value % 2**63 if value > INT_MAX and known.kind_of(name) == "counter" else value
 
 
 class _Form(NamedTuple):
@@ -246,9 +244,9 @@ def _value(where: str, value: Value, kind: str) -> str:
         return _quoted(value, where)
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
+        raise ValueError(f"{where}: beyond 64 bits: {value}")
     if kind == "i":
-        if not INT_MIN <= value <= INT_MAX:
-            raise ValueError(f"{where}: beyond 64 bits: {value}")
         return f"{value}i"
     if not isfinite(value):
         raise ValueError(f"{where}: {value} is never sent; absent is absent")
@@ -284,7 +282,7 @@ def decode(line: bytes | str) -> Point:
     return made
 
 
-_BLANK = " \t\r\n\x00"
+_BLANK = " \t\r\n\x00"  # what InfluxDB passes over before a line, and a crash leaves behind the last one
 
 
 def _decode(line: str) -> tuple[Point, list[str]]:
@@ -392,6 +390,7 @@ _JSON = msgspec.json.Decoder(list[dict[str, _Int64 | float | str]])
 _HEADS = 65536  # remembered by a decoder; then it learns anew
 _SHAPES = 4096
 _SHAPE_BYTES = 1024
+_BLANK_BYTES = _BLANK.encode()
 _LINE_BYTES = 8 * 1024 * 1024  # longer than any document: what goes on without a newline is no line
 _STRING_LINES = 64  # a raw newline in a string: a stack has fewer, and a string that was torn swallows no more
 
@@ -495,7 +494,7 @@ class Decoder:
         return None, number + 1
 
     def _line(self, line: bytes, number: int) -> Point | None:
-        stripped = line.strip(_BLANK.encode())
+        stripped = line.strip(_BLANK_BYTES)
         if not stripped or stripped.startswith(b"#"):
             return None
         made, mistyped = _decode(stripped.decode())

@@ -66,6 +66,39 @@ true|null|"x1"|"x 2"|"a,b"|"a=1"|"\\\\1"|"\\"|"\\u0041"|"\\n2"|"\t"|"x"1
 )
 
 
+REAL = [
+    *encode(
+        [
+            point(
+                "diagnosd_step",
+                STEP,
+                {"step": 7, "duration": 0.25, "clock": "host", "sync_enter": T, "kind": "train"},
+                T,
+            ),
+            point(
+                "infiniband",
+                {"host": "n01", "device": "mlx5_0", "port": "1"},
+                {"VL15_dropped": 0, "symbol_error": 3},
+                T,
+            ),
+            point(
+                "nvidia_smi", {"host": "a", "index": "0", "uuid": "G", "name": "NVIDIA H100"}, {"power_draw": 70.5}, T
+            ),
+            point(
+                "pressure", {"host": "a", "resource": "io", "type": "some"}, {"avg10": 1.5, "avg60": 0.0, "total": 5}, T
+            ),
+            point(
+                "diagnosd_event",
+                {"host": "a", "kind": "xid", "subject": "job"},
+                {"text": 'a "b", c=\\\n', "code": 1},
+                T,
+            ),
+        ]
+    ).splitlines(),
+    b"cpu,cpu=cpu-total,host=a usage_user=4,usage_idle=96,usage_steal=0 %d" % T,  # as Telegraf writes floats
+]
+
+
 class TestSeries:
     def test_equal_series_are_one_object_whatever_the_order_of_their_tags(self) -> None:
         assert Series.of("net", host="n01", interface="ib0") is Series.of("net", interface="ib0", host="n01")
@@ -120,6 +153,7 @@ class TestPoint:
             ("diagnosd_step", STEP, {"loss": math.nan}, "diagnosd_step.loss: nan is never sent"),
             ("diagnosd_step", STEP, {"duration": math.inf}, "diagnosd_step.duration: inf is never sent"),
             ("mem", {"host": "a"}, {"total": 2**63}, "mem.total: beyond 64 bits"),
+            ("diagnosd_step", STEP, {"duration": 10**400}, "diagnosd_step.duration: beyond 64 bits"),
             ("mem", {}, {"total": 1}, "mem: tag missing: host"),
             ("new", {}, {"x": [1]}, "new.x: is list"),
             ("new", {}, {"x": "\ud800"}, "new.x: not text that UTF-8 can say"),
@@ -363,6 +397,24 @@ class TestDecoder:
             assert _exact(warm.feed(text.encode() + b"\n")) == _exact(cold.feed(text.encode() + b"\n"))
         block, cold = "\n".join(lines).encode() + b"\n", Decoder()
         assert _exact(warm.feed(block)) == _exact([each for text in lines for each in cold.feed(text.encode() + b"\n")])
+
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from(REAL), st.integers(0, 400), st.binary(max_size=3), st.integers(0, 3)), max_size=5
+        )
+    )
+    @settings(max_examples=500)
+    def test_a_damaged_line_is_read_as_if_nothing_had_been_before(
+        self, damages: list[tuple[bytes, int, bytes, int]]
+    ) -> None:
+        block = b"".join(line[:at] + put + line[at + gone :] + b"\n" for line, at, put, gone in damages)
+        warm, cold = Decoder(), Decoder()
+        for _ in range(2):
+            warm.feed(b"\n".join(REAL) + b"\n")
+        before = warm.counts
+        warm.counts = type(before)()
+        assert _exact(warm.feed(block) + warm.finish()) == _exact(cold.feed(block) + cold.finish())
+        assert warm.counts == cold.counts
 
 
 def _other_digits(line: str, seed: int, data: st.DataObject | None) -> str:
