@@ -47,7 +47,7 @@ class Diskio:
             point("diskio", {"host": self._host, "name": name}, self._fields(columns), now_ns)
             for name, columns in disks.items()
         ]
-        return points + [self._gone(name, now_ns) for name in self._roll.gone(disks)]
+        return points + [self._gone(name, now_ns + number) for number, name in enumerate(self._roll.gone(disks))]
 
     def _whole_disks(self) -> frozenset[str]:
         """Partitions have no folder of their own in /sys/block; their bytes are counted for the disk already."""
@@ -65,5 +65,6 @@ class Diskio:
         return {name: counter(columns[column]) * scale % 2**63 for column, name, scale in COLUMNS}
 
     def _gone(self, name: str, now_ns: int) -> Point:
+        """Of several at once, each at a nanosecond of its own: they have the same tags."""
         tags = {"host": self._host, "kind": "config_change", "subject": f"host:{self._host}"}
         return point("diagnosd_event", tags, {"text": f"the disk {name} is gone"}, now_ns)

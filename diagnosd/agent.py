@@ -19,9 +19,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from diagnosd import __version__
+from diagnosd import __version__, documents
 from diagnosd.collectors import COLLECTORS, Collector
 from diagnosd.collectors.steps import Steps
+from diagnosd.documents import ClusterSpec, cluster_from_toml
 from diagnosd.point import Point, encode, point
 from diagnosd.recording import RecordingError, Writer
 
@@ -204,9 +205,9 @@ class Agent:
     def _tick(self, tick: int) -> None:
         now_ns = time.time_ns()
         points = self._heartbeat(now_ns, each=tick % SELF_EVERY == 0)
-        for lane in self._lanes:
+        for number, lane in enumerate(self._lanes):
             if not lane.idle(0.0):
-                points += self._patience(lane, now_ns)
+                points += self._patience(lane, now_ns + number)  # events of one kind and subject: 1 ns apart
             elif tick >= lane.due:
                 lane.due = tick + lane.collector.every
                 lane.abandoned = False
@@ -265,6 +266,33 @@ class Agent:
             log.warning("not everything was written within %.0f s: a disk or a sink does not answer", STOP_S)
 
 
+class Declared:
+    """What the operators declare, told like any other state, so that a recording replays without the file."""
+
+    name = "cluster"
+    every = 60
+    errors = 0
+
+    def __init__(self, cluster: str, spec: ClusterSpec) -> None:
+        self._cluster = cluster
+        self._spec = documents.encode(spec).decode()
+
+    def read(self, now_ns: int) -> list[Point]:
+        return [point("diagnosd_cluster", {"cluster": self._cluster}, {"spec": self._spec}, now_ns)]
+
+
+def declaration(file: Path | None) -> tuple[str, list[Declared]]:
+    """The cluster's name ("" without a cluster.toml, the file's where it gives none) and what is declared there.
+
+    OSError or DocumentError says what is wrong with the file.
+    """
+    if file is None:
+        return "", []
+    spec = cluster_from_toml(file.read_bytes(), str(file))
+    name = spec.name or file.stem
+    return name, [Declared(name, spec)]
+
+
 def _resident_bytes() -> int | None:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -283,12 +311,13 @@ def log_calmly() -> None:
     logging.basicConfig(format="diagnosd: %(message)s", level=logging.INFO)
 
 
-def collect(socket: Path, host: str, record: str) -> None:
+def collect(socket: Path, host: str, record: str, cluster: Path | None) -> None:
     """Record until told to stop. OSError or RecordingError where the socket or the recording cannot be had."""
     log_calmly()
     hold_signals()
+    name, declared = declaration(cluster)
     file = recording_of(record, host)
-    watched = make(host, socket, [Recorder(file)])
+    watched = make(host, socket, [Recorder(file, cluster=name)], declared)
     log.info("recording %s into %s; the probes find it at %s", host, file, socket)
     asyncio.run(until_told(watched))
 

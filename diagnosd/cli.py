@@ -123,12 +123,13 @@ def record(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file (.lp, .lp.gz, .lp.zst), or a folder.")],
     socket: Socket = None,
     host: Host = "",
+    cluster: Cluster = None,
 ) -> None:
     """Record what this node and its ranks tell, until Ctrl-C.
 
     Example: diagnosd record --socket /tmp/probe.sock node.lp.zst
     """
-    _collect(socket, host, path)
+    _collect(socket, host, path, cluster)
 
 
 @app.command()
@@ -150,13 +151,13 @@ def agent(
     elif not record:
         raise typer.BadParameter("nothing would become of it: --record PATH, --analyze or both", param_hint="agent")
     else:
-        _collect(socket, host, record)
+        _collect(socket, host, record, cluster)
 
 
-def _collect(socket: Path | None, host: str, record: str) -> None:
+def _collect(socket: Path | None, host: str, record: str, cluster: Path | None) -> None:
     from diagnosd import agent  # noqa: PLC0415
 
-    agent.collect(_socket(socket), host, record)
+    agent.collect(_socket(socket), host, record, cluster)
 
 
 @contextmanager

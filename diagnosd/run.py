@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diagnosd import agent
-from diagnosd.agent import Agent, Batch, Recorder, Sink, recording_of
+from diagnosd.agent import Agent, Batch, Recorder, Sink, declaration, recording_of
 from diagnosd.analysis import Analysis, report
 from diagnosd.analyzer import UNNAMED, Findings, conclude
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
-from diagnosd.documents import ClusterSpec, cluster_from_toml, encode
 from diagnosd.liveline import LiveLine, possible
-from diagnosd.point import Point, point
+from diagnosd.point import Point
 from diagnosd.recording import RecordingError, read
 
 log = logging.getLogger("diagnosd.run")
@@ -40,21 +39,6 @@ Document = Mapping[str, Any]
 PROBE = Path(__file__).parent / "probe/path"  # the one folder that goes on PYTHONPATH
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
-
-
-class Declared:
-    """What the operators declare, told like any other state, so that a recording replays without the file."""
-
-    name = "cluster"
-    every = 60
-    errors = 0
-
-    def __init__(self, cluster: str, spec: ClusterSpec) -> None:
-        self._cluster = cluster
-        self._spec = encode(spec).decode()
-
-    def read(self, now_ns: int) -> list[Point]:
-        return [point("diagnosd_cluster", {"cluster": self._cluster}, {"spec": self._spec}, now_ns)]
 
 
 class Verdicts:
@@ -129,24 +113,15 @@ class Options:
 
 def _embedded(socket: Path, options: Options, tell: Callable[[Verdicts], object]) -> tuple[Agent, Verdicts]:
     """An agent and an analysis in one process. OSError or ValueError says what could not be had."""
-    cluster, declared = _declared(options.cluster)
+    cluster, declared = declaration(options.cluster)
     sinks: list[Sink] = []
     folder = None
     if options.record:
         file = recording_of(options.record, options.host)
         folder = file.parent if file != Path(options.record) else None
         sinks.append(Recorder(file, cluster=cluster))
-    verdicts = Verdicts(cluster, folder, tell)
+    verdicts = Verdicts(cluster or UNNAMED, folder, tell)
     return agent.make(options.host, socket, [*sinks, verdicts], declared), verdicts
-
-
-def _declared(file: Path | None) -> tuple[str, list[Declared]]:
-    """The cluster's name and what its operators declare. OSError or DocumentError says what is wrong with the file."""
-    if file is None:
-        return UNNAMED, []
-    spec = cluster_from_toml(file.read_bytes(), str(file))
-    name = spec.name or UNNAMED
-    return name, [Declared(name, spec)]
 
 
 def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str, output: str) -> int:

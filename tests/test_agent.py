@@ -121,6 +121,20 @@ def test_a_collector_that_hangs_is_left_alone_and_the_others_go_on() -> None:
     assert event.fields["text"] == "nfs has not answered for 2 s and is left alone until it does"
 
 
+def test_two_collectors_that_hang_at_once_are_two_events() -> None:
+    both = [Odd("nfs"), Odd("lustre")]
+    agent = agent_of(*both)
+    for collector, lane in zip(both, agent._lanes, strict=True):
+        collector.answers.clear()
+        lane.ask(NOW)
+        lane._asked_at -= DEADLINE_S
+    agent._tick(1)
+    for collector in both:
+        collector.answers.set()
+    first, second = of("diagnosd_event", ring_points(agent))
+    assert first.time != second.time
+
+
 def test_a_collector_that_answers_again_is_read_again() -> None:
     collector = Odd("nfs")
     collector.answers.clear()
@@ -266,7 +280,8 @@ asyncio.run(brief())
 def test_nobody_can_run_the_agent_and_every_collector_answers(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY, tmp_path], capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [sys.executable, "-c", AS_NOBODY, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     points = [each for batch in read(tmp_path / "n01.lp.zst") for each in batch]
     assert (done.returncode, done.stderr) == (0, "")
     assert heartbeat(points).fields["errors"] == 0

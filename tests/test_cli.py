@@ -177,6 +177,20 @@ def test_an_agent_that_was_killed_loses_its_last_second_and_goes_on_in_the_same_
     assert 0 < beats[0] < beats[1]
 
 
+def test_what_is_declared_is_in_the_recording_under_the_clusters_name(tmp_path: Path) -> None:
+    (tmp_path / "east.toml").write_text("[fabric]\nrate_gbps = 100\n")
+    where = ("--host", "n01", "--socket", tmp_path / "s", "--cluster", tmp_path / "east.toml")
+    agent = start("record", tmp_path / "n01.lp", *where)
+    wait_for(tmp_path / "s")
+    agent.terminate()
+    agent.communicate(timeout=PATIENCE_S)
+    reading = read(tmp_path / "n01.lp")
+    points = [each for batch in reading for each in batch]
+    declared = next(each for each in points if each.series.measurement == "diagnosd_cluster")
+    assert declared.series.tag("cluster") == reading.header.cluster == "east"
+    assert declared.fields == {"spec": '{"fabric":{"rate_gbps":100.0}}'}
+
+
 def test_an_agent_that_analyzes_says_what_it_saw_when_it_ends(tmp_path: Path) -> None:
     agent = start("agent", "--analyze", "--host", "n01", "--socket", tmp_path / "s")
     wait_for(tmp_path / "s")

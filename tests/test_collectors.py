@@ -157,6 +157,14 @@ def test_a_disk_that_is_gone_is_one_event(tmp_path: Path) -> None:
     assert [each.fields["text"] for each in events] == ["the disk nvme0n1p1 is gone"]
 
 
+def test_disks_that_are_gone_at_once_are_an_event_each(tmp_path: Path) -> None:
+    disks = Diskio("n01", tree(tmp_path, {"diskstats": DISKSTATS}), tmp_path)
+    disks.read(NOW)
+    tree(tmp_path, {"diskstats": ""})
+    events = disks.read(NOW + 10)
+    assert [each.time for each in events] == [NOW + 10, NOW + 11]
+
+
 def test_the_clock_pairs_wall_and_monotonic_time_of_one_moment() -> None:
     (found,) = Clock("n01").read(NOW)
     mono, wall = found.fields["mono"], found.time
