@@ -33,7 +33,7 @@ from diagnosd import probe
 for number in range(int(sys.argv[1])):
     with probe.step(samples=8):
         with probe.phase("data_wait"):
-            time.sleep(0.001 if number < 80 else 0.12)
+            time.sleep(0.001 if number < 150 else 0.12)
         with probe.phase("forward"):
             time.sleep(0.03)
 """
@@ -205,7 +205,7 @@ def starving(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     folder = tmp_path_factory.mktemp("starving")
     (folder / "cluster.toml").write_text('name = "lab"\nprice_per_gpu_hour = 2.5\n')
     options = ["--job", "t", "--host", "n01", "--cluster", f"{folder}/cluster.toml", "--record", f"{folder}/rec.lp.zst"]
-    return folder, diagnosd("run", *options, "--output", "json", *python(TRAINING, "140"), timeout=120)
+    return folder, diagnosd("run", *options, "--output", "json", *python(TRAINING, "210"), timeout=120)
 
 
 def test_a_job_that_starves_is_told_while_it_runs_and_when_it_ends(
@@ -215,7 +215,7 @@ def test_a_job_that_starves_is_told_while_it_runs_and_when_it_ends(
     documents = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each.get("cause") for each in documents] == ["data_starvation", None]
     assert documents[0]["cluster"] == "lab"
-    assert documents[-1]["jobs"]["t"]["steps"] == 140
+    assert documents[-1]["jobs"]["t"]["steps"] == 210
     assert "diagnosd: confirmed: Data starvation" in done.stderr
 
 
@@ -235,7 +235,7 @@ def test_the_recording_holds_what_was_declared_and_every_step(
     steps = [each.fields["step"] for each in points if each.series.measurement == "diagnosd_step"]
     states = [each.fields["state"] for each in points if each.series.measurement == "diagnosd_rank"]
     assert json.loads(str(declared[0]))["price_per_gpu_hour"] == 2.5
-    assert sorted(steps) == list(range(140))
+    assert sorted(steps) == list(range(210))
     assert (states[0], states[-1]) == ("running", "exited")
 
 
