@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 from . import quiet
 from .cases import write_case
-from .judge import Verdict, documents, judge
+from .judge import Verdict, documents, judge, told_live
 from .machine import ROOT
 from .run import BedError, Run, folder, missing, remove_stale, run, stop_on_terminate
 from .scenarios import SCENARIOS, Scenario
 
 SIZES = (0.5, 0.2, 0.1, 0.05)
+CANNOT_RUN = 3
 
 
 class Pick(NamedTuple):
@@ -74,9 +75,10 @@ def ranks_of(scenario: Scenario, args: argparse.Namespace) -> Sequence[int]:
     return scenario.ranks if args.all else scenario.ranks[:1]
 
 
-def refuse(reason: str) -> None:
-    print(f"the bed cannot be run: {reason}", file=sys.stderr)
-    raise SystemExit(3)
+def can_run(pick: Pick) -> bool:
+    if reason := missing(pick.scenario):
+        print(f"{pick} cannot be run: {reason}", file=sys.stderr)
+    return not reason
 
 
 def measure(pick: Pick, path: Path, args: argparse.Namespace) -> tuple[Run, Verdict]:
@@ -87,9 +89,11 @@ def measure(pick: Pick, path: Path, args: argparse.Namespace) -> tuple[Run, Verd
         raise BedError(f"the job ended with {done.exit_codes}")
     if args.bare:
         return done, Verdict(passed=True, text="nobody watched")
-    verdict = judge(done, documents(replay(path / "record", "json")))
+    said = documents(replay(path / "record", "json"))
     print(replay(path / "record", "text"))
-    return done, verdict
+    if not told_live(done, said):
+        return done, Verdict(passed=False, text=f"the replay confirms what the running agent did not:\n{done.live}")
+    return done, judge(done, said)
 
 
 def replay(record: Path, output: str) -> str:
@@ -141,7 +145,8 @@ def commit() -> str:
 def one(pick: Pick, args: argparse.Namespace) -> Verdict:
     load = quiet.load() if args.busy else quiet.settled()
     if load.used > quiet.BUSY and not args.busy:
-        refuse(f"{load}, at most {quiet.BUSY:.0%} may be (--busy to run all the same)")
+        print(f"the machine is busy: {load}, at most {quiet.BUSY:.0%} may be (--busy: all the same)", file=sys.stderr)
+        raise SystemExit(CANNOT_RUN)
     print(f"== {pick}: {pick.scenario.story} ({load})", flush=True)
     with folder(keep=args.keep) as path:
         try:
@@ -181,11 +186,11 @@ def smallest(results: Sequence[tuple[Pick, Verdict]]) -> Iterator[str]:
 
 def main() -> int:
     args = arguments()
-    chosen = picks(args)
-    if reason := missing([pick.scenario for pick in chosen]):
-        refuse(reason)
     stop_on_terminate()
     remove_stale()
+    chosen = [pick for pick in picks(args) if can_run(pick)]
+    if not chosen:
+        return CANNOT_RUN
     try:
         results = [(pick, one(pick, args)) for pick in chosen]
     except KeyboardInterrupt:

@@ -12,16 +12,15 @@ from .run import Run
 # An engineer who is told within a quarter of a minute still sees what is going on.
 PROMPT_S = 15.0
 
-# The clock of the driver is the clock of the agents: what is told before the onset is told of something else.
-EARLY_S = 0.5
-
 Document = dict[str, Any]
 
 
 class Verdict(NamedTuple):
+    """Whether a run passed, why, and the seconds from the onset to the confirmation."""
+
     passed: bool
     text: str
-    delay: float | None = None  # s from the onset to the confirmation
+    delay: float | None = None
 
 
 def documents(lines: str) -> list[Document]:
@@ -41,22 +40,24 @@ def told(document: Document) -> str:
 
 def judge(run: Run, said: Sequence[Document]) -> Verdict:
     """Passed where the cause was confirmed in time, was over after its end, and nothing else was ever confirmed."""
-    confirmed = [
-        document for document in said if "detected" in document and document["cause"] not in run.scenario.allowed
-    ]
+    confirmed = [one for one in said if "detected" in one and one["cause"] not in run.scenario.allowed]
+    right = [one for one in confirmed if expected(run, one)]
+    if wrong := [told(one) for one in confirmed if one not in right]:
+        return Verdict(passed=False, text=f"told of {'; '.join(wrong)}")
     if run.scenario.cause is None:
-        return Verdict(
-            not confirmed, "; ".join(f"told of {told(document)}" for document in confirmed) or "nothing told, rightly"
-        )
-    right = [document for document in confirmed if expected(run, document)]
-    if wrong := [told(document) for document in confirmed if document not in right]:
-        return Verdict(False, f"told of {'; '.join(wrong)}" + (f" beside {told(right[0])}" if right else ""))
+        return Verdict(passed=True, text="nothing told, rightly")
     if not right:
-        suspected = [f"{told(document)} was {document['state']}" for document in said]
-        return Verdict(False, f"{run.scenario.cause} was not told; {'; '.join(suspected) or 'nothing was'}")
+        others = "; ".join(f"{told(one)} was {one['state']}" for one in said) or "nothing was"
+        return Verdict(passed=False, text=f"{run.scenario.cause} was not told; {others}")
     if len(right) > 1:
-        return Verdict(False, f"told {len(right)} times of {told(right[0])}")
+        return Verdict(passed=False, text=f"told {len(right)} times of {told(right[0])}")
     return in_time(run, right[0])
+
+
+def told_live(run: Run, said: Sequence[Document]) -> bool:
+    """Whether the agent that analyzed while the job ran confirmed what the replay of its recording does."""
+    confirmed = [document for document in said if "detected" in document]
+    return len(confirmed) == run.live.count("\ndiagnosd: confirmed: ")
 
 
 def expected(run: Run, document: Document) -> bool:
@@ -65,17 +66,18 @@ def expected(run: Run, document: Document) -> bool:
         return False
     if want.loci and not set(want.loci) & set(document.get("locus", [])):
         return False
-    return run.ranks == 2 or all(end in json.dumps(document["evidence"]) for end in want.ends)
+    return run.ranks == 2 or want.link in document["text"]
 
 
 def in_time(run: Run, document: Document) -> Verdict:
     assert run.onset
     delay = seconds(document["detected"]) - run.onset
     text = f"{told(document)} after {delay:.1f} s"
-    if not -EARLY_S <= delay <= PROMPT_S:
-        return Verdict(False, text, delay)
-    if run.cleared and (document["state"] != "resolved" or "end" not in document):
-        return Verdict(False, f"{text}, but {document['state']} after the fault was gone", delay)
-    if run.cleared:
-        text += f", its end {seconds(document['end']) - run.cleared:+.1f} s from the fault's"
-    return Verdict(True, text, delay)
+    if not 0 <= delay <= PROMPT_S:
+        return Verdict(passed=False, text=text, delay=delay)
+    if run.cleared is None:
+        return Verdict(passed=True, text=text, delay=delay)
+    if document["state"] != "resolved" or "end" not in document:
+        return Verdict(passed=False, text=f"{text}, but {document['state']} after the fault was gone", delay=delay)
+    late = seconds(document["end"]) - run.cleared
+    return Verdict(passed=True, text=f"{text}, its end {late:+.1f} s from the fault's", delay=delay)

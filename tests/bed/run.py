@@ -76,6 +76,7 @@ class Run:
     cleared: float | None = None
     ended: float = 0.0
     exit_codes: list[int] = field(default_factory=list)
+    live: str = ""  # what the agent that analyzes said while it ran
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -83,8 +84,8 @@ class Run:
         return f"bed-{self.scenario.name}"
 
 
-def missing(scenarios: Sequence[Scenario]) -> str | None:
-    """Why these scenarios cannot be run on this machine; None where they can."""
+def missing(scenario: Scenario) -> str | None:
+    """Why a scenario cannot be run on this machine; None where it can."""
     if os.geteuid():
         return "not root: network namespaces cannot be made"
     for tool in ("ip", "tc", "nft", "nsenter", "unshare", "setpriv"):
@@ -92,9 +93,8 @@ def missing(scenarios: Sequence[Scenario]) -> str | None:
             return f"no {tool} (Debian: apt-get install iproute2 nftables util-linux)"
     if not importlib.util.find_spec("torch"):
         return "no torch in this Python"
-    for resource in {scenario.limit[0] for scenario in scenarios if scenario.limit}:
-        if reason := limits.missing(resource, FOLDERS):
-            return reason
+    if scenario.limit and (reason := limits.missing(scenario.limit[0], FOLDERS)):
+        return reason
     try:
         with Fabric(1):
             return None
@@ -272,6 +272,8 @@ def run(scenario: Scenario, ranks: int, size: float | None, path: Path, *, bare:
             raise BedError(f"{error}\n{tails(path / 'logs')}") from None
         for agent in bed.agents:
             machine.end(agent, patience=10)
+        if bed.agents:
+            done.live = (path / "logs" / "agent-n0").read_text(errors="replace")
     of_hosts = {host: steps(bed.log(host)) for host in bed.fabric.hosts}
     done.ended = max(steps[-1].end for steps in of_hosts.values())
     done.rows = measured(done, of_hosts)

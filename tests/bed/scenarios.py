@@ -108,7 +108,7 @@ class Scenario:
     cause: str | None = None  # what must be confirmed; None: nothing may be
     subtypes: tuple[str, ...] = ()  # any of these, where one matters
     loci: tuple[str, ...] = ()  # any of these
-    ends: tuple[str, ...] = ()  # with more than two ranks, the two hosts of the link that must be named
+    link: str = ""  # with more than two ranks, the one link of the ring that must be named
     allowed: tuple[str, ...] = (
         "communication_bound",
     )  # causes that may be reported beside it: information, never an alert
@@ -138,7 +138,7 @@ SCENARIOS = {
             cause="network_congestion",
             subtypes=("bandwidth",),
             loci=("host:n1", "nic:n1/eth0"),
-            ends=("n1", "n2"),  # gloo's ring sends from rank r to r - 1
+            link="n2 -> n1",  # gloo's ring sends from rank r to r - 1
             ranks=(2, 4),
             graded=True,
         ),
@@ -149,7 +149,7 @@ SCENARIOS = {
             cause="network_congestion",
             subtypes=("neighbour_traffic",),
             loci=("host:n1", "nic:n1/eth0"),
-            ends=("n1", "n2"),
+            link="n2 -> n1",
             ranks=(2, 4),
         ),
         Scenario(
