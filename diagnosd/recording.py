@@ -227,6 +227,7 @@ class _Source:
         self.final = True  # the file does not grow any more
         self.torn_lines = 0
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not hang
+        self.size = os.fstat(self._fd).st_size  # when it was opened
         self._text: _Lines | _Frames | None = None
         self._batches = self._read()
 
@@ -239,10 +240,6 @@ class _Source:
     @property
     def position(self) -> int:
         return self._text.end if self._text else 0
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self._fd).st_size if self._fd >= 0 else self.position
 
     @property
     def torn(self) -> int:
@@ -344,11 +341,18 @@ class Reading:
         self._stop = stop
         self._wait = wait
         self._sources: dict[Path, _Source] = {}
+        try:
+            self._open()
+        except RecordingError:
+            self.close()
+            raise
+
+    def _open(self) -> None:
         self._discover()
         for source in self._sources.values():
-            source.final = not follow
+            source.final = not self._follow
         filled = [self._fill(source) for source in self._sources.values()]
-        if not follow and not any(filled):
+        if not self._follow and not any(filled):
             raise RecordingError(next(iter(self._sources.values())).nothing())
 
     @property
@@ -359,13 +363,13 @@ class Reading:
 
     @property
     def position(self) -> int:
-        """Bytes of file read so far."""
-        return sum(source.position for source in self._sources.values())
+        """Bytes of file read so far; may be asked from another thread, like `size`."""
+        return sum(source.position for source in list(self._sources.values()))
 
     @property
     def size(self) -> int:
-        """Bytes of file there are."""
-        return sum(source.size for source in self._sources.values())
+        """Bytes of file there were when they were opened."""
+        return sum(source.size for source in list(self._sources.values()))
 
     @property
     def faults(self) -> Faults:
@@ -391,21 +395,25 @@ class Reading:
         self.close()
 
     def __iter__(self) -> Iterator[list[Point]]:
-        while True:
+        try:
+            yield from self._rounds()
+        finally:
+            self.close()
+
+    def _rounds(self) -> Iterator[list[Point]]:
+        final = False
+        while not final:
             final = not self._follow or self._stop()
             self._discover()
-            quiet = True
             for source in self._sources.values():
                 source.final = final
+            quiet = True
             for batch in self._merged():
                 quiet = False
                 yield batch
-            if final:
-                break
-            if quiet:
+            if quiet and not final:
                 yield []
                 self._wait()
-        self.close()
 
     def _discover(self) -> None:
         try:
