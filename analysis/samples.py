@@ -1,13 +1,16 @@
 """One series over event time: the wanted fields of its last points as columns.
 
 A point costs one list append when it arrives; columns are made when somebody looks, many points at once. Integers stay
-exact (int64), so that differences of counters near 2^63 are exact too.
+exact (int64), so that differences of counters near 2^63 are exact too. Types are as the contract says: whoever made the
+points saw to that (diagnosd.point).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +41,6 @@ class Samples:
 
     def __init__(self, series: Series, kinds: Mapping[str, str]) -> None:
         self.series = series
-        self.wrong = 0  # values whose type was not the contract's: dropped
         self._int_names = [name for name, kind in kinds.items() if kind == "i"]
         self._float_names = [name for name, kind in kinds.items() if kind in "fb"]
         self._strings = [name for name, kind in kinds.items() if kind == "s"]
@@ -90,44 +92,17 @@ class Samples:
         self._make_room(len(points))
         rows = slice(self._high, self._high + len(points))
         self._times[rows] = [point.time for point in points]
+        fields = [point.fields for point in points]
         if self._int_names:
-            self._fill_ints(rows, points)
+            self._ints[rows] = block(fields, self._int_names, np.dtype(np.int64), ABSENT)
         if self._float_names:
-            self._fill_floats(rows, points)
+            self._floats[rows] = block(fields, self._float_names, np.dtype(np.float64), np.nan)
         for name in self._strings:
             found = next((point for point in reversed(points) if name in point.fields), None)
             if found is not None:
                 self._latest[name] = (found.time, found.fields[name])
         self._high = rows.stop
         self._low = max(self._low, self._high - KEEP)
-
-    def _fill_ints(self, rows: slice, points: list[Point]) -> None:
-        values = [[*map(point.fields.get, self._int_names, repeat(ABSENT))] for point in points]
-        try:
-            array = np.array(values)  # of the type that holds them all: int64 where all of them are whole and fit
-        except ValueError:
-            array = np.empty(0)
-        if array.dtype != np.int64:
-            self._ints[rows] = [[self._whole(value) for value in row] for row in values]
-        else:
-            self._ints[rows] = array
-
-    def _fill_floats(self, rows: slice, points: list[Point]) -> None:
-        values = [[*map(point.fields.get, self._float_names)] for point in points]
-        try:
-            self._floats[rows] = np.array(values, np.float64)
-        except (TypeError, ValueError, OverflowError):
-            self._floats[rows] = [[self._number(value) for value in row] for row in values]
-
-    def _whole(self, value: Value) -> int:
-        fits = isinstance(value, int) and ABSENT <= value < 2**63
-        self.wrong += not fits
-        return int(value) if fits else ABSENT
-
-    def _number(self, value: Value | None) -> float:
-        fits = isinstance(value, (int, float))
-        self.wrong += value is not None and not fits
-        return float(value) if fits and value is not None else np.nan
 
     def _make_room(self, count: int) -> None:
         """Room for `count` more rows: grow, or move the kept rows to the front."""
@@ -142,3 +117,26 @@ class Samples:
         self._floats = np.empty((size, len(self._float_names)))
         self._times[:length], self._ints[:length], self._floats[:length] = times, ints, floats
         self._low, self._high = 0, length
+
+
+def block(fields: Sequence[Mapping[str, Value]], names: Sequence[str], dtype: np.dtype[Any], absent: float) -> Any:
+    """The named values of each point as a row, `absent` where it lacks one. Points of one series mostly have the same
+    fields, and are then read without asking for each value whether it is there.
+    """
+    present = [name for name in names if name in fields[0]]
+    missing = [name for name in names if name not in fields[0]]
+    shape = (len(fields), len(names))
+    try:
+        if not present or any(name in each for name in missing for each in fields):
+            raise KeyError
+        rows = map(itemgetter(*present), fields)
+        found = np.fromiter(chain.from_iterable(rows) if len(present) > 1 else rows, dtype, len(fields) * len(present))
+    except KeyError:
+        every = (each.get(name, absent) for each in fields for name in names)
+        return np.fromiter(every, dtype, len(fields) * len(names)).reshape(shape)
+    found = found.reshape(len(fields), len(present))
+    if not missing:
+        return found
+    whole = np.full(shape, absent, dtype)
+    whole[:, [names.index(name) for name in present]] = found
+    return whole

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diagnosd.analysis.samples import ABSENT, block
 from diagnosd.point import Point, Value
 
 Ints = npt.NDArray[np.int64]
@@ -100,11 +101,11 @@ class Grid:
         self.attempt = attempt
         self.taken = 0  # steps of single ranks
         self.duplicates = 0
-        self.wrong = 0  # fields that were no numbers: dropped
         self._origin = origin
         self._ranks: tuple[int, ...] = ()
         self._hosts: dict[int, str] = {}
         self._groups: list[str] = []
+        self._known: dict[tuple[Value | None, ...], tuple[int, int, int]] = {}
         self._column: dict[int, int] = {}  # of each rank
         self._row: dict[int, int] = {}  # of each key, those before _low included
         self._low = self._high = 0
@@ -172,15 +173,15 @@ class Grid:
         self._put((rows, columns), points)
 
     def _put(self, cells: tuple[list[int], list[int]], points: list[Point]) -> None:
+        if not points:
+            return
+        fields = [point.fields for point in points]
         self._end[cells] = [point.time for point in points]
-        self._codes[cells] = [self._coded(point.fields) for point in points]
-        values = [
-            [*map(fields.get, COLUMNS), *map(self._since_origin, map(fields.get, INSTANTS))] for _, fields, _ in points
-        ]
-        try:
-            self._values[cells] = np.array(values, np.float64)
-        except (TypeError, ValueError):
-            self._values[cells] = [[self._number(value) for value in row] for row in values]
+        self._codes[cells] = [self._coded(each) for each in fields]
+        instants = block(fields, INSTANTS, np.dtype(np.int64), ABSENT)
+        seconds = np.where(instants == ABSENT, np.nan, (instants - self._origin) / 1e9)
+        values = block(fields, COLUMNS, np.dtype(np.float64), np.nan)
+        self._values[cells] = np.concatenate([values, seconds], axis=1)
 
     def _make_room(self, arrivals: list[_Arrival]) -> None:
         """A row for each key and a column for each rank. Nearly always the new keys follow the old ones."""
@@ -216,20 +217,18 @@ class Grid:
         self._end[new], self._values[new], self._codes[new] = old_end[old], old_values[old], old_codes[old]
 
     def _coded(self, fields: dict[str, Value]) -> tuple[int, int, int]:
-        group = fields.get("sync_group")
-        code = -1 if group is None else self._group(str(group))
-        return _KIND_CODES.get(fields.get("kind"), -1), _CLOCK_CODES.get(fields.get("clock"), -1), code
+        words = (fields.get("kind"), fields.get("clock"), fields.get("sync_group"))
+        codes = self._known.get(words)
+        if codes is None:
+            if len(self._known) > 1000:  # a job has few groups; names made up anew for each step are no reason to grow
+                self._known.clear()
+            kind, clock, group = words
+            code = -1 if group is None else self._group(str(group))
+            codes = self._known[words] = (_KIND_CODES.get(kind, -1), _CLOCK_CODES.get(clock, -1), code)
+        return codes
 
     def _group(self, name: str) -> int:
         """Its code; a job has few groups, the 128th and later share the last code."""
         if name not in self._groups and len(self._groups) < np.iinfo(np.int8).max:
             self._groups.append(name)
         return self._groups.index(name) if name in self._groups else len(self._groups) - 1
-
-    def _since_origin(self, instant: Value | None) -> float | None:
-        return (instant - self._origin) / 1e9 if isinstance(instant, int) else None
-
-    def _number(self, value: Value | None) -> float:
-        usable = isinstance(value, (int, float))
-        self.wrong += value is not None and not usable
-        return float(value) if usable and value is not None else np.nan

@@ -154,14 +154,6 @@ def test_samples_are_kept_for_a_while_and_no_longer() -> None:
     assert trace.counter("n1", "net", "bytes_sent")[1].tolist() == list(range(3000 - samples.KEEP, 3000))
 
 
-def test_values_of_another_type_than_the_contract_says_are_left_out() -> None:
-    values: list[Value] = [1, "two", 3.5, 4]
-    trace = traced(point("net", n, {"bytes_sent": v}, host="n1", interface="eth0") for n, v in enumerate(values))
-    assert trace.counter("n1", "net", "bytes_sent")[1].tolist() == [1, 4]
-    job = traced([step(0, 0, duration="slow"), step(1, 1, duration=2.0)]).jobs["j"]
-    assert np.array_equal(job.steps().column("duration"), [[np.nan], [2.0]], equal_nan=True)
-
-
 def test_the_latest_phase_of_a_rank_is_known() -> None:
     tags = {"job": "j", "host": "n1", "rank": "0"}
     trace = traced(point("diagnosd_process", n, {"phase": p}, **tags) for n, p in enumerate(("forward", "collective")))
