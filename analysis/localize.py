@@ -14,8 +14,9 @@ from diagnosd.analysis.evidence import Evidence, interfaces, links
 
 # A link whose signs reach this share of the worst one's shows the same trouble.
 ALIKE = 0.7
-# And the queue of a sender must be so much longer than another's to say that its bytes are those that wait.
-LONGER = 1.3
+# And the queue of a sender must be so much longer than another's to say that its bytes are those that wait. With the
+# queue in one direction, the other is slowed by its late acknowledgements, and piles up bytes too.
+LONGER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +82,22 @@ def slow_link(c: Comparison, evidence: list[Evidence]) -> Place:
         return Place(_ports(c, busy)) if busy else Place(("job",))
     worst = sorted((way for way in scores if scores[way] >= ALIKE * best), key=lambda way: (-scores[way], way))
     common = set.intersection(*({*way} for way in worst))
-    longest = _by_queue(c, worst)
+    queues = _queues(c)
+    longest = [way for way in worst if LONGER * queues.get(way, 0.0) >= max(queues.get(each, 0.0) for each in worst)]
     if len(common) == 1:
         into = [way for way in worst if way[1] in common]
         return Place(_ports(c, sorted(common)), (), _words((into or worst)[0]))
     if len(worst) == 1 or (len(common) == 2 and len(longest) == 1):
         way = worst[0] if len(worst) == 1 else longest[0]
         return Place(_ports(c, [way[1]]), (), _words(way))
-    return Place(_ports(c, list(dict.fromkeys(receiver for _, receiver in worst))))
+    either = sorted(worst, key=lambda way: -queues.get(way, 0.0))
+    return Place(_ports(c, list(dict.fromkeys(receiver for _, receiver in either))))
 
 
 Way = tuple[str, str]  # sender, receiver
 
-_SIGNS = {"round-trip time": 0.8, "send queue": 0.5, "congestion window": 0.6, "retransmits": 0.9}
+# A send queue that was empty before grows without bound as a ratio: it tells two directions apart by its length only.
+_SIGNS = {"round-trip time": 0.8, "congestion window": 0.6, "retransmits": 0.9}
 
 
 def _scores(evidence: list[Evidence]) -> dict[Way, float]:
@@ -124,13 +128,13 @@ def _deviation(one: Evidence) -> float:
     return max(0.0, sign * log((now + 1e-4) / (before + 1e-4)) / 0.3)
 
 
-def _by_queue(c: Comparison, ways: list[Way]) -> list[Way]:
-    """Those links whose send queue is as long as the longest, nearly."""
-    length = {
-        (link.sender, link.receiver): float(np.nan_to_num(c.gauge(link.series, "send_queue")[0])) for link in links(c)
+def _queues(c: Comparison) -> dict[Way, float]:
+    """Bytes that the senders wrote and that are not acknowledged yet, on average."""
+    return {
+        (link.sender, link.receiver): float(np.nan_to_num(c.gauge(link.series, "send_queue")[0]))
+        for link in links(c)
+        if link.receiver is not None
     }
-    longest = max((length.get(way, 0.0) for way in ways), default=0.0)
-    return [way for way in ways if longest > 0 and LONGER * length.get(way, 0.0) >= longest]
 
 
 def _words(way: Way) -> str:

@@ -1,0 +1,285 @@
+"""Points in, verdicts out, on jobs whose truth is known (tests/jobs.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from diagnosd.analysis import Analysis
+from diagnosd.point import Point
+from tests.jobs import GBIT, T0, Fault, Layout, Truth, by_time, job
+
+LATENESS = 3  # s, by which what is detected in the stream is told later
+TELL_WITHIN = 15  # s after the onset
+
+HEAVY = {"forward": 0.042, "backward": 0.07}  # a step that waits for its processor, not for the wire
+DECLARED = {"fabric": {"kind": "ethernet", "rate_gbps": 1, "interface": "eth0"}}
+
+Documents = list[dict[str, Any]]
+
+
+def judge(points: list[Point], batches: float = 1.0) -> tuple[Documents, Analysis]:
+    """The last revision of every document that says more than information, and the analysis."""
+    analysis = Analysis("lab")
+    latest: dict[str, dict[str, Any]] = {}
+    for batch in by_time(points, batches):
+        latest.update({document["id"]: document for document in analysis.feed(batch)})
+    latest.update({document["id"]: document for document in analysis.finish()})
+    return [document for document in latest.values() if document["state"] != "latent"], analysis
+
+
+def seconds(document: dict[str, Any], key: str) -> float:
+    return datetime.fromisoformat(document[key]).timestamp() - T0 / 1e9
+
+
+def one(documents: Documents) -> dict[str, Any]:
+    (document,) = documents
+    return document
+
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "steady": {},
+    "noisy": {"noise": 0.1},
+    "very noisy, with a memory": {"noise": 0.2, "memory": 0.6},
+    "checkpoints": {"checkpoint_every": 10},
+    "evaluation": {"eval_every": 20},
+    "garbage collection": {"gc_every": 20, "noise": 0.05},
+    "a larger batch": {"batch_change": (25, 512)},
+    "a smaller batch": {"batch_change": (25, 16), **HEAVY},
+    "samples of varying length": {"varying": 0.2, **HEAVY},
+    "four ranks": {"ranks": 4, "noise": 0.05},
+    "two hosts of four ranks": {"ranks": 8, "ranks_a_host": 4},
+    "clocks half a second apart": {"offsets": (0.2, -0.3)},
+    "one rank": {"ranks": 1},
+    "collectives that nobody timed": {"sync": False},
+    "ranks that never tell when they meet": {"sync": False, "comm": False},
+    "a declared fabric": {"declared": DECLARED, "ranks": 4},
+    "a loader with little to spare": {"fetch": 0.165, "noise": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_job_is_left_alone(name: str) -> None:
+    for seed in range(2):
+        documents, _ = judge(job(None, seed=seed, **HEALTHY[name])[0])
+        assert documents == []
+
+
+NIC, RANK, ALL = ("host:h1", "nic:h1/eth0"), ("rank:1", "host:h1"), ("job",)
+
+FAULTS: dict[str, tuple[Fault, dict[str, Any], str, str | None, tuple[str, ...]]] = {
+    "a throttled port": (Fault("bandwidth", 20, 40, 1, 0.2), {}, "network_congestion", "bandwidth", NIC),
+    "a port at nine tenths": (Fault("bandwidth", 20, 40, 1, 0.9), {}, "network_congestion", None, NIC),
+    "a neighbour": (Fault("neighbour", 20, 40, 1), {}, "network_congestion", "neighbour_traffic", NIC),
+    "lost packets": (Fault("loss", 20, 40, 1), {}, "network_congestion", "packet_loss", NIC),
+    "a throttled port of four": (
+        Fault("bandwidth", 20, 40, 1, 0.2), {"ranks": 4}, "network_congestion", "bandwidth", NIC),
+    "slow loaders": (Fault("loader", 20, 40, None, 0.4), {}, "data_starvation", "loader_slow", ALL),
+    "a slow loader": (Fault("loader", 20, 40, 1, 0.4), {}, "data_starvation", "loader_slow", RANK),
+    "a busy loader": (Fault("loader_cpu", 20, 40, 1, 0.4), {}, "data_starvation", "loader_cpu", RANK),
+    "slow storage": (Fault("storage", 20, 40, None, 0.5), {}, "data_starvation", "slow_storage", ALL),
+    "a slow loader of four": (Fault("loader", 20, 40, 1, 0.6), {"ranks": 4}, "data_starvation", "loader_slow", RANK),
+    "a CPU quota": (Fault("cpu_quota", 20, 40, 1, 2.7), HEAVY, "straggler", "cpu_quota", RANK),
+    "a slow rank": (Fault("slow_rank", 20, 40, 1, 1.4), HEAVY, "straggler", None, RANK),
+    "a slow rank by another clock": (
+        Fault("slow_rank", 20, 40, 1, 2.0), {**HEAVY, "offsets": (0.2, -0.3)}, "straggler", None, RANK),
+    "a slow rank nobody timed": (Fault("slow_rank", 20, 40, 1, 2.0), {**HEAVY, "sync": False}, "straggler", None, RANK),
+    "a slow checkpoint": (
+        Fault("checkpoint", 20, 40, 0, 2.0), {"checkpoint_every": 10}, "checkpoint_stall", None, ("rank:0", "host:h0")),
+    "a busy machine": (Fault("busy_host", 20, 40, None, 2.5), HEAVY, "host_stall", None, ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_placed_bounded_and_priced(name: str) -> None:
+    fault, changes, cause, subtype, loci = FAULTS[name]
+    points, truths = job(Layout(seconds=55), fault, seed=3, **changes)
+    documents, _ = judge(points)
+    document, truth = one(documents), truths[0]
+    assert document["cause"] == cause == truth.cause
+    assert subtype is None or document["subtype"] == subtype
+    assert set(document["locus"]) & set(loci)
+    assert document["state"] == "resolved"
+    assert seconds(document, "detected") + LATENESS - fault.start <= TELL_WITHIN
+    assert abs(seconds(document, "start") - fault.start) <= 2.5
+    assert abs(seconds(document, "end") - fault.end) <= 2.5
+    assert document["lost_gpu_seconds"] == pytest.approx(truth.extra, rel=0.15, abs=0.5)
+    assert document["baseline"]["from"] == "past"
+    assert 0 < document["fix_gain"] < 1
+
+
+def test_a_verdict_uses_nothing_later_than_its_time_in_the_stream() -> None:
+    points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
+    whole = one(judge(points)[0])
+    until = T0 + round((seconds(whole, "detected") + LATENESS + 1.5) * 1e9)
+    cut = one(judge([point for point in points if point.time <= until])[0])
+    for key in ("id", "cause", "start", "detected", "locus"):
+        assert cut[key] == whole[key]
+
+
+def test_an_interface_beside_the_declared_fabric_is_named_from_the_first_step() -> None:
+    points, _ = job(None, seed=1, interface="eth1", rate=0.2 * GBIT, declared=DECLARED)
+    document = one(judge(points)[0])
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "wrong_interface")
+    assert document["locus"] == ["nic:h0/eth1", "nic:h1/eth1"]
+    assert document["baseline"]["from"] == "model"
+    assert seconds(document, "detected") <= TELL_WITHIN
+    assert document["slowdown"] == pytest.approx(4.9, rel=0.15)
+
+
+def test_without_a_declared_fabric_nobody_knows_that_the_interface_is_slow() -> None:
+    points, _ = job(None, seed=1, interface="eth1", rate=0.2 * GBIT)
+    analysis = Analysis("lab")
+    documents = [*analysis.feed(points), *analysis.finish()]
+    assert [document["cause"] for document in documents] == ["communication_bound"]
+    assert documents[0]["severity"] == "info"
+    assert documents[0]["state"] == "latent"
+    assert "cluster.toml" in documents[0]["next"]
+
+
+def test_a_fabric_below_its_declared_rate_is_found_without_any_past() -> None:
+    document = one(judge(job(None, seed=1, rate=0.2 * GBIT, declared=DECLARED)[0])[0])
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "link_rate_low")
+
+
+def test_a_loader_that_never_kept_up_is_held_against_one_that_does() -> None:
+    document = one(judge(job(None, seed=1, fetch=0.4)[0])[0])
+    assert document["cause"] == "data_starvation"
+    assert document["baseline"]["from"] == "model"
+    assert document["locus"] == ["job"]
+    assert seconds(document, "detected") <= TELL_WITHIN
+
+
+def test_a_rank_that_was_always_slow_is_held_against_its_peers() -> None:
+    document = one(judge(job(None, Fault("slow_rank", 0, 99, 1, 2.0), seed=1, ranks=4, **HEAVY)[0])[0])
+    assert document["cause"] == "straggler"
+    assert document["baseline"]["from"] == "peers"
+    assert document["locus"] == ["rank:1", "host:h1"]
+
+
+def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
+    layout = Layout(seconds=110)
+    document = one(judge(job(layout, Fault("hang", 20, 120, 1), seed=1)[0])[0])
+    assert document["cause"] == "hang"
+    assert document["locus"] == ["rank:1"]
+    assert 60 <= seconds(document, "detected") - 20 <= 65
+    killed = [point for point in job(layout, seed=1, ends=False)[0] if point.time < T0 + 30 * 10**9]
+    killed += [point for point in job(layout, seed=1)[0] if point.series.measurement == "diagnosd_agent"]
+    assert judge(sorted(set_by_time(killed), key=lambda point: (point.time, point.series.key)))[0] == []
+
+
+def set_by_time(points: list[Point]) -> list[Point]:
+    return list({(point.series.key, point.time): point for point in points}.values())
+
+
+def test_how_the_points_are_batched_and_shuffled_within_the_lateness_changes_no_byte() -> None:
+    points, _ = job(None, Fault("neighbour", 20, 40, 1), seed=5)
+
+    def said(batches: float, shuffle: int | None) -> str:
+        mixed = points
+        if shuffle is not None:
+            drawn = random.Random(shuffle)
+            mixed = sorted(points, key=lambda point: point.time + drawn.uniform(0, 2e9))
+        analysis = Analysis("lab")
+        documents = [document for batch in by_time(mixed, batches) for document in analysis.feed(batch)]
+        return json.dumps([*documents, *analysis.finish(), analysis.summary()])
+
+    first = said(1.0, None)
+    assert said(0.1, None) == first
+    assert said(7.0, None) == first
+    assert said(1.0, 1) == first
+
+
+def test_the_summary_adds_up_and_prices_the_episode() -> None:
+    points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
+    documents, analysis = judge(points)
+    part = analysis.summary()["jobs"]["train"]
+    assert sum(part["ledger_ns"].values()) == part["gpu_ns"]
+    assert part["ledger_ns"]["network_congestion"] == pytest.approx(1e9 * documents[0]["lost_gpu_seconds"], rel=0.01)
+
+
+def test_a_restart_begins_anew_and_ends_what_was_open() -> None:
+    first, _ = job(Layout(seconds=40, ends=False), Fault("bandwidth", 20, 99, 1, 0.2), seed=3)
+    again, _ = job(Layout(seconds=40), seed=4)
+    later = [
+        Point(
+            point.series,
+            {**point.fields, **({"attempt": 1} if "attempt" in point.fields else {})},
+            point.time + 60 * 10**9,
+        )
+        for point in again
+    ]
+    document = one(judge([*first, *later])[0])
+    assert document["attempt"] == 0
+    assert document["state"] == "resolved"
+    assert seconds(document, "end") <= 61
+
+
+def mirrored(slow: Fault, **changes: Any) -> tuple[str, float]:
+    document = one(judge(job(Layout(seconds=50), slow, seed=6, **changes)[0])[0])
+    return document["cause"], document["slowdown"]
+
+
+def test_causes_with_the_same_step_time_curve_are_told_apart_by_where_the_time_goes() -> None:
+    """All make a step of 0.28 s one of about 0.44 s, at the same second."""
+    causes = {
+        "network_congestion": Fault("bandwidth", 20, 40, 1, 0.49),
+        "data_starvation": Fault("loader", 20, 40, 1, 0.4),
+        "straggler": Fault("slow_rank", 20, 40, 1, 2.45),
+    }
+    found = {cause: mirrored(fault, **HEAVY) for cause, fault in causes.items()}
+    assert {cause: named for cause, (named, _) in found.items()} == {cause: cause for cause in causes}
+    slowdowns = [slowdown for _, slowdown in found.values()]
+    assert max(slowdowns) < 1.12 * min(slowdowns)
+
+
+@pytest.mark.parametrize(
+    ("fault", "dropped", "without"),
+    [
+        (Fault("loader", 20, 48, 1, 0.4), {"data_wait", "queue"}, set()),
+        (Fault("bandwidth", 20, 48, 1, 0.2), {"comm", "sync_enter", "sync_exit"}, set()),
+        (Fault("bandwidth", 20, 48, 1, 0.2), set(), {"diagnosd_socket", "net"}),
+        (Fault("slow_rank", 20, 48, 1, 2.0), {"forward", "backward"}, set()),
+        (Fault("busy_host", 20, 48, None, 2.5), set(), {"pressure", "diagnosd_process"}),
+    ],
+)
+def test_without_the_decisive_sensors_the_answer_is_unknown_and_what_to_measure(
+    fault: Fault, dropped: set[str], without: set[str]
+) -> None:
+    points, _ = job(None, fault, seed=3, dropped=frozenset(dropped), without=frozenset(without), **HEAVY)
+    document = one(judge(points)[0])
+    assert document["cause"] == "unknown"
+    assert len(document["alternatives"]) >= 2
+    assert document["next"]
+
+
+@pytest.mark.parametrize("missing", ["diagnosd_socket", "net", "pressure", "diagnosd_process", "diskio"])
+def test_a_missing_source_makes_no_verdict_surer_and_none_wrong(missing: str) -> None:
+    for fault, changes in ((Fault("bandwidth", 20, 40, 1, 0.2), {}), (Fault("cpu_quota", 20, 40, 1, 2.7), HEAVY)):
+        whole = one(judge(job(Layout(seconds=50), fault, seed=3, **changes)[0])[0])
+        part = judge(job(Layout(seconds=50), fault, seed=3, without=frozenset({missing}), **changes)[0])[0]
+        assert {document["cause"] for document in part} <= {whole["cause"], "unknown"}
+        assert all(
+            document["confidence"] <= whole["confidence"] for document in part if document["cause"] == whole["cause"]
+        )
+
+
+def test_two_jobs_on_the_same_hosts_are_judged_apart() -> None:
+    slow, _ = job(Layout(seconds=50), Fault("slow_rank", 20, 40, 1, 2.0), seed=3, **HEAVY)
+    well, _ = job(Layout(seconds=50, name="other"), seed=4)
+    both = sorted([*slow, *(p for p in well if p.series.tag("job"))], key=lambda p: (p.time, p.series.key))
+    documents, _ = judge(both)
+    assert {document["job"] for document in documents} == {"train"}
+
+
+def test_truths_of_the_generator_cover_what_they_say() -> None:
+    """The generator itself: a fault costs what the same job without it did not."""
+    _, (truth,) = job(Layout(seconds=50), Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
+    assert isinstance(truth, Truth)
+    assert truth.extra == pytest.approx(2 * 20 * (1 - 1 / 4.4), rel=0.1)  # two ranks, 20 s, steps of 4.4 times
+    _, none = job(Layout(seconds=20), seed=3)
+    assert none == []
