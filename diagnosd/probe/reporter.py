@@ -60,7 +60,6 @@ class Reporter:
         self.loader = "none"
         self.workers: Dict[int, Tuple[int, ...]] = {}  # pids of the workers of each loader
         self.collective: Tuple[str, int] = ("", 0)  # group and count of the last one entered
-        self.kind: Callable[[], str] = lambda: "train"
         self.tell: Callable[[Told, Step], None] = self._tell
         self.overdue: Callable[[], None] = lambda: None
         self.facts: Dict[str, Value] = {}  # more fields of diagnosd_rank
@@ -99,6 +98,17 @@ class Reporter:
         if self.registered or not self.on:
             return
         self.registered, self._pid = True, os.getpid()
+        self.identify()
+        atexit.register(self._finish)
+        if "multiprocessing.util" in sys.modules:  # its children end without atexit
+            sys.modules["multiprocessing.util"].Finalize(None, self._finish, exitpriority=10)
+        self.sender.flush()
+        from diagnosd.probe.watch import Watch
+
+        Watch(self, main=threading.get_native_id()).start()
+
+    def identify(self) -> None:
+        """Find out who this process is: late, because launchers and scripts set the environment up as they go."""
         if len(self.notes) == NOTES:
             self.notes.clear()  # saves and collectives of a process that began to train late
         self.rank = identity.rank_of(self._environ)
@@ -108,13 +118,6 @@ class Reporter:
         self._note_ns = COLD * _note_ns()
         for act in self.at_register:
             act()
-        atexit.register(self._finish)
-        if "multiprocessing.util" in sys.modules:  # its children end without atexit
-            sys.modules["multiprocessing.util"].Finalize(None, self._finish, exitpriority=10)
-        self.sender.flush()
-        from diagnosd.probe.watch import Watch
-
-        Watch(self, main=threading.get_native_id()).start()
 
     def off(self, reason: str) -> None:
         """No more steps from this process. Its place among the ranks stays: it is not dead."""
@@ -173,7 +176,7 @@ class Reporter:
                 self.sender.send(self.points.popleft())
 
     def _step_over(self, step: Step) -> None:
-        self.tell(functools.partial(self._step_message, step, self.kind()), step)
+        self.tell(functools.partial(self._step_message, step), step)
         self.costs.append(self._cost)
         self._durations.append(step.duration)
         self._cost = 0
@@ -183,9 +186,9 @@ class Reporter:
     def _tell(self, told: Told, _step: Step) -> None:
         self.points.append(functools.partial(told, {}))
 
-    def _step_message(self, step: Step, kind: str, device: Mapping[str, float], number: int) -> bytes:
+    def _step_message(self, step: Step, device: Mapping[str, float], number: int) -> bytes:
         fields = step_fields(step, self.steps.used, bool(self.device))
-        fields["kind"] = kind if step.number else "warmup"
+        fields["kind"] = ("compile" if step.compiled else "train") if step.number else "warmup"
         fields.update(device)
         if step.sync is not None:
             bytes_, enter, exit_, group = step.sync

@@ -46,7 +46,19 @@ class Queue(NamedTuple):
 class Part:
     """A stretch of a step: from a fetch, or from an optimizer call, to the next."""
 
-    __slots__ = ("backward", "loader", "marks", "queue", "samples", "spent", "split", "stepped", "sync", "tokens")
+    __slots__ = (
+        "backward",
+        "compiled",
+        "loader",
+        "marks",
+        "queue",
+        "samples",
+        "spent",
+        "split",
+        "stepped",
+        "sync",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.spent = [0] * 11
@@ -59,6 +71,7 @@ class Part:
         self.queue: Optional[Queue] = None
         self.sync: Optional[Sync] = None
         self.marks: List[Any] = []
+        self.compiled = False
 
 
 class Step(NamedTuple):
@@ -74,6 +87,7 @@ class Step(NamedTuple):
     queue: Optional[Queue]
     sync: Optional[Sync]
     marks: List[Any]
+    compiled: bool
 
 
 class Steps:
@@ -210,9 +224,9 @@ class Steps:
 
     def collective_ends(self, t: int, sync: Optional[Sync]) -> None:
         """What `enter` with COMM began; `sync` is None for one that moved nothing, or was only issued."""
-        self.leave(t)
-        if sync is not None:
+        if sync is not None and self.phase == COMM:  # not a part of a checkpoint or an evaluation
             self._synced(sync)
+        self.leave(t)
 
     def _synced(self, sync: Sync) -> None:
         """Keep the largest collective of the step; of equals the last, so that all ranks keep the same one."""
@@ -266,6 +280,10 @@ class Steps:
         """Something of the caller's that belongs to this step."""
         self._part.marks.append(mark)
 
+    def compiled(self, _t: int) -> None:
+        """A graph was compiled in this step."""
+        self._part.compiled = True
+
     def end_of_pending(self, _t: int) -> None:
         """What was the last optimizer call so far is the last of its step."""
         if self._last:
@@ -315,6 +333,7 @@ class Steps:
             next((part.queue for part in parts if part.queue is not None), None),
             max((p.sync for p in reversed(parts) if p.sync is not None), key=_bytes, default=None),
             [mark for part in parts for mark in part.marks],
+            any(part.compiled for part in parts),
         )
         self.number += 1
         self._over(step)

@@ -328,10 +328,10 @@ def test_what_a_checkpoint_waits_for_in_collectives_is_checkpoint(loop: Loop) ->
         loop.train()
         loop.steps.checkpoint_begins(loop.now)
         loop.steps.enter(loop.spend(5), COMM)
-        loop.steps.collective_ends(loop.spend(6), None)
+        loop.steps.collective_ends(loop.spend(6), Sync(9, loop.now - 6, loop.now, "world:0"))
         loop.steps.leave(loop.spend(7))
     step = loop.done()[1]
-    assert (step.spent[CHECKPOINT], step.spent[COMM]) == (18, 0)
+    assert (step.spent[CHECKPOINT], step.spent[COMM], step.sync) == (18, 0, None)
 
 
 def test_the_queue_of_a_step_is_that_of_its_first_fetch(loop: Loop) -> None:

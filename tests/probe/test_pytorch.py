@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,64 @@ def test_the_ranks_tell_what_they_are(ddp: Agent) -> None:
 
 def test_the_ranks_connections_are_told(ddp: Agent) -> None:
     assert ddp.points("diagnosd_socket")
+
+
+@pytest.fixture(scope="module")
+def fsdp(start_agent: Callable[[], Agent], launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Agent:
+    agent = start_agent()
+    done = launch(agent, SCRIPTS / "fsdp.py", tmp_path_factory.mktemp("checkpoint"), launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert "diagnosd" not in done.stderr
+    return agent
+
+
+def test_a_sharded_model_waits_in_its_collectives_for_a_slow_rank(fsdp: Agent) -> None:
+    guilty, victim = fsdp.steps(1)[5], fsdp.steps(0)[5]
+    assert victim["comm"] >= SECONDS * 0.9
+    assert guilty["comm"] < victim["comm"] * 0.5
+
+
+def test_the_largest_collective_of_a_sharded_model_is_told(fsdp: Agent) -> None:
+    largest = 4 * (128 * 128 + 128)  # one block's parameters, gathered
+    for step in fsdp.steps():
+        assert step["sync_bytes"] == largest
+        assert step["sync_enter"] < step["sync_exit"]
+
+
+def test_a_distributed_checkpoint_is_in_the_step_after_the_update_that_it_follows(fsdp: Agent) -> None:
+    for rank in range(2):
+        assert [step["step"] for step in fsdp.steps(rank) if "checkpoint" in step] == [7]
+
+
+def test_the_graphs_that_torch_compile_makes_are_the_same_with_and_without_the_probe(
+    agent: Agent, launch: Launch
+) -> None:
+    """And there are no more breaks between them."""
+    outputs = [
+        launch(agent, SCRIPTS / "compiled.py", "copies", DIAGNOSD_JOB=job).stdout.splitlines() for job in ("", "a-job")
+    ]
+    breaks = [[int(line.split()[-2]) for line in output if line.endswith("breaks")] for output in outputs]
+    graphs = [[line for line in output if not line.endswith("breaks")] for output in outputs]
+    assert len(breaks[0]) == 6
+    assert all(with_ <= without for without, with_ in zip(*breaks, strict=True))
+    assert graphs[0] == graphs[1]
+    assert len(agent.connections) == 1
+
+
+def test_a_step_in_which_a_graph_was_made_says_so(agent: Agent, launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "compiled = torch.compile(model, backend='eager')\n"
+        "for step in range(6):\n"
+        "    used = compiled if step > 2 else model\n"
+        "    used(torch.randn(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert launch(agent, script).returncode == 0
+    assert [step["kind"] for step in agent.steps()] == ["warmup", "train", "train", "compile", "train", "train"]
 
 
 @pytest.fixture(scope="module")

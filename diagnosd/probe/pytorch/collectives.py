@@ -26,10 +26,12 @@ CALLS = {
     "reduce": Call((0, "tensor"), 3),
     "all_gather": Call((0, "tensor_list"), 2),
     "all_gather_into_tensor": Call((0, "output_tensor"), 2),
+    "all_gather_single": Call((0, "output_tensor"), 2),  # so named in 2.13
     "gather": Call((0, "tensor"), 3),
     "scatter": Call((0, "tensor"), 3),
     "reduce_scatter": Call((1, "input_list"), 3),
     "reduce_scatter_tensor": Call((1, "input"), 3),
+    "reduce_scatter_single": Call((1, "input"), 3),
     "all_to_all": Call((0, "output_tensor_list"), 2),
     "all_to_all_single": Call((0, "output"), 4),
     "send": Call((0, "tensor"), 2),
@@ -46,6 +48,8 @@ def patch(torch: Any, reporter: Reporter) -> None:
     functions: Any = sys.modules["torch.distributed.distributed_c10d"]
     timed = _Collectives(torch, reporter, functions)
     for name, call in CALLS.items():
+        if name != "all_reduce" and not hasattr(functions, name):
+            continue  # this version has it under its other name
         patching.put(reporter, functions, name, functools.partial(timed.collective, call))
         patching.put(reporter, torch.distributed, name, functools.partial(_copy, getattr(functions, name)))
     patching.put(reporter, functions.Work, "wait", timed.wait)

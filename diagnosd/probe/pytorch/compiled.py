@@ -1,4 +1,4 @@
-"""torch.compile: the wrappers are hidden from it when it is loaded, and a step in which it compiled says so."""
+"""torch.compile: the wrappers are hidden from it when it is loaded, and a step in which it made a graph is known."""
 
 import sys
 from types import ModuleType
@@ -16,19 +16,17 @@ def watch(reporter: Reporter, after: Dict[str, Callable[[ModuleType], None]]) ->
             reporter.fault("this torch.compile has an unknown shape", error)
 
     after["torch._dynamo.eval_frame"] = loaded
-    reporter.kind = _Kind()
 
 
-class _Kind:
-    """`compile` for a step in which Dynamo made a graph, by its own count of them."""
+class Graphs:
+    """Dynamo's own count of the graphs that it made."""
 
     def __init__(self) -> None:
-        self._graphs = 0
+        self._count = 0
 
-    def __call__(self) -> str:
+    def grown(self) -> bool:
+        """Whether there are more than at the last call."""
         dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        if dynamo is None:
-            return "train"
-        graphs = dynamo.counters["stats"]["unique_graphs"]
-        made, self._graphs = graphs != self._graphs, graphs
-        return "compile" if made and graphs else "train"
+        counters = getattr(dynamo, "counters", None)  # None while Dynamo is being imported
+        before, self._count = self._count, counters["stats"].get("unique_graphs", 0) if counters else 0
+        return self._count > before

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from diagnosd.probe.pytorch import patching
+from diagnosd.probe.pytorch.compiled import Graphs
 from diagnosd.probe.pytorch.cuda import BACKWARD, FORWARD, OPTIMIZER, Device
 from diagnosd.probe.pytorch.ddp import Models
 from diagnosd.probe.reporter import Reporter, clock, thread_id
@@ -22,7 +23,7 @@ def patch(torch: Any, reporter: Reporter, models: Models, device: Device) -> Non
 
 
 def _backward(reporter: Reporter, models: Models, device: Device, compiling: Any, original: Any) -> Any:
-    note, inside = reporter.notes.append, [False]
+    note, inside, graphs = reporter.notes.append, [False], Graphs()
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # One inside another is checkpointing that computes a forward again: a part of the outer.
@@ -41,6 +42,8 @@ def _backward(reporter: Reporter, models: Models, device: Device, compiling: Any
             t = clock()
             device.passes(BACKWARD, None)
             sync, split = models.communication(began)
+            if graphs.grown():
+                note((Steps.compiled, 0, t))
             note((Steps.backward_ends, clock() - t, t, sync, split))
 
     return backward

@@ -1,0 +1,102 @@
+"""What is told of a rank while it does nothing that could be noted: the thread's look, taken by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from observed import Agent
+
+from diagnosd.probe.reporter import Reporter, clock
+from diagnosd.probe.steps import BACKWARD, COMM, Steps
+from diagnosd.probe.watch import HANG_SECONDS, HANG_STEPS, Watch
+
+
+@pytest.fixture
+def reporter(agent: Agent) -> Iterator[Reporter]:
+    reporter = Reporter({"DIAGNOSD_SOCKET": str(agent.path), "DIAGNOSD_JOB": "a-job"})
+    reporter.identify()
+    with contextlib.closing(reporter.sender):
+        yield reporter
+
+
+def looks(reporter: Reporter, agent: Agent, *, times: int = 1, hang_seconds: float = HANG_SECONDS) -> list[Any]:
+    """The fields of that many looks in a row."""
+    watch = Watch(reporter, main=threading.get_native_id(), hang_seconds=hang_seconds)
+    for _ in range(times):
+        reporter.play()
+        watch._look()
+    reporter.play()
+    reporter.sender.flush()
+    assert agent.hears(lambda agent: len(agent.points("diagnosd_process")) == times)
+    return [message.fields for message in agent.points("diagnosd_process")]
+
+
+def test_the_phase_that_lasts_is_told_with_its_step(reporter: Reporter, agent: Agent) -> None:
+    reporter.notes.append((Steps.backward_begins, 0, clock() - 5_000_000_000))
+    (fields,) = looks(reporter, agent)
+    assert (fields["phase"], fields["step"]) == ("backward", 0)
+    assert 5 <= fields["phase_seconds"] < 65
+    assert "stack" not in fields
+
+
+def test_in_a_collective_its_group_and_count_are_told(reporter: Reporter, agent: Agent) -> None:
+    reporter.collective = ("tp:4", 17)
+    reporter.notes.append((Steps.enter, 0, clock(), COMM))
+    (fields,) = looks(reporter, agent)
+    assert (fields["phase"], fields["group"], fields["seq"]) == ("collective", "tp:4", 17)
+
+
+def test_a_phase_that_lasts_too_long_shows_its_stack_once(reporter: Reporter, agent: Agent) -> None:
+    reporter.notes.append((Steps.enter, 0, clock() - 1_000_000_000, BACKWARD))
+    first, second = looks(reporter, agent, times=2, hang_seconds=0.5)
+    assert "test_a_phase_that_lasts_too_long_shows_its_stack_once test_watching.py:" in first["stack"]
+    assert "stack" not in second
+
+
+@pytest.mark.parametrize(
+    ("phase_seconds", "step_seconds", "expected"),
+    [(59, 0.1, False), (61, 0.1, True), (61, 30.0, False), (HANG_STEPS * 30.0 + 1, 30.0, True)],
+)
+def test_too_long_is_a_minute_and_ten_steps(
+    reporter: Reporter, phase_seconds: float, step_seconds: float, expected: bool
+) -> None:
+    watch = Watch(reporter, main=threading.get_native_id())
+    assert watch.hangs(phase_seconds, step_seconds) is expected
+
+
+def test_before_anything_was_noted_no_phase_is_told(reporter: Reporter, agent: Agent) -> None:
+    (fields,) = looks(reporter, agent)
+    assert "phase" not in fields
+
+
+def test_a_probe_that_is_off_still_tells_how_the_process_fares(
+    reporter: Reporter, agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter.off("a reason")
+    (fields,) = looks(reporter, agent)
+    assert "rss" in fields
+    assert "phase" not in fields
+    assert capsys.readouterr().err.endswith("switched itself off: a reason\n")
+
+
+def test_of_more_notes_than_are_kept_the_probe_makes_no_steps(
+    reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(20_000):
+        reporter.notes.append((Steps.leave, 0, 1))
+    reporter.play()
+    assert not reporter.on
+    assert "kept from running" in capsys.readouterr().err
+
+
+def test_a_note_that_makes_no_sense_switches_the_probe_off(
+    reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter.notes.append((Steps.leave, 0, 1))
+    reporter.play()
+    assert not reporter.on
+    assert "accounting" in capsys.readouterr().err
