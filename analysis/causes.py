@@ -74,12 +74,12 @@ CAUSES = {
             claims=("data_wait",),
             prior=-2.5,
             least=0.02,  # diagnosis.md 2.4
-            next="On {host}: py-spy dump of a loader worker of rank {rank}: what does it wait for?",
+            next="On {host}: py-spy dump of a loader worker of {rank}: what does it wait for?",
             subtypes={
                 "loader_cpu": Subtype(
                     "its workers have no more processor time",
                     "job",
-                    "Raise num_workers of rank {rank}'s DataLoader, or do less per sample.",
+                    "Raise num_workers in the DataLoader of {rank}, or do less per sample.",
                 ),
                 "slow_storage": Subtype(
                     "its storage answers slowly", "storage", "On {host}: iostat -x 1; then the storage behind {path}."
@@ -87,7 +87,7 @@ CAUSES = {
                 "loader_slow": Subtype(
                     "its loader waits for something that is neither processor nor local disk",
                     "job",
-                    "On {host}: py-spy dump of a loader worker of rank {rank}: what does it wait for?",
+                    "On {host}: py-spy dump of a loader worker of {rank}: what does it wait for?",
                 ),
             },
         ),
@@ -132,7 +132,7 @@ CAUSES = {
                 "cpu_quota": Subtype(
                     "its CPU quota is used up",
                     "node",
-                    "On {host}: the cpu.max (cpu.cfs_quota_us) of rank {rank}'s cgroup, nr_throttled in its cpu.stat.",
+                    "On {host}: the cpu.max (cpu.cfs_quota_us) of the cgroup of {rank}, nr_throttled in its cpu.stat.",
                 ),
             },
         ),
@@ -143,7 +143,7 @@ CAUSES = {
             claims=("checkpoint", "other"),
             prior=-2.5,
             least=0.02,
-            next="On {host}: iostat -x 1 while rank {rank} saves; then the storage behind {path}.",
+            next="On {host}: iostat -x 1 while {rank} saves; then the storage behind {path}.",
             subtypes={
                 "slow_storage": Subtype(
                     "the storage writes slowly", "storage", "On {host}: iostat -x 1; then the storage behind {path}."
@@ -173,7 +173,7 @@ CAUSES = {
             claims=PARTS,
             prior=0.0,
             least=0.0,
-            next="On {host}: py-spy dump of rank {rank}; it entered the fewest collectives.",
+            next="On {host}: py-spy dump of {rank}; it entered the fewest collectives.",
         ),
         Cause(
             "communication_bound",

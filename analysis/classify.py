@@ -140,7 +140,7 @@ def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evid
     rivals = tuple(
         Alternative(other.cause.code, round(other.probability, 3), _against(c, other, evidence))
         for other in cases
-        if other is not case
+        if other is not case and other.odds > other.cause.prior
     )[:3]
     return Verdict(
         cause.code,
@@ -249,20 +249,18 @@ def _sources(
 def _text(c: Comparison, cause: Cause, subtype: str | None, claims: tuple[str, ...], link: str | None) -> str:
     where = f", {link}" if link else ""
     why = f": {subtype}" if subtype else ""
-    before, now = c.step, c.step * c.slowdown
-    head = f"{cause.title}{why}{where}."
-    tail = f"A step takes {now:.3f} s instead of {before:.3f} s; {c.share(*claims):.0%} of the difference is this."
-    return f"{head[0].upper()}{head[1:]} {tail}"
+    head = f"{cause.title}{why}{where}; this is {c.share(*claims):.0%} of what a step takes longer."
+    return f"{head[0].upper()}{head[1:]}"
 
 
 def _filled(text: str, c: Comparison, place: Place) -> str:
     """The placeholders of a remedy, from the verdict."""
     loci, columns = place.loci, place.columns
     host = next(
-        (locus.split(":")[1].split("/")[0] for locus in loci if locus.startswith(("nic:", "host:"))), "each host"
+        (locus.split(":")[1].split("/")[0] for locus in loci if locus.startswith(("nic:", "host:"))), "any host"
     )
     nic = next((locus.partition("/")[2] for locus in loci if locus.startswith("nic:")), "its interface")
-    rank = str(c.ranks[columns[0]]) if columns else "each"
+    rank = f"rank {c.ranks[columns[0]]}" if columns else "any rank"
     data, checkpoint = c.job.spec.data, c.job.spec.checkpoint
     path = (data.path if data else None) or (checkpoint.path if checkpoint else None) or "its files"
     return text.replace("{host}", host).replace("{nic}", nic).replace("{rank}", rank).replace("{path}", path)
@@ -325,7 +323,7 @@ def hanging(trace: Trace, job: Job, still: float, usual: float) -> Verdict | Non
     cause = CAUSES["hang"]
     where = ", ".join(f"rank {rank} is in {phases[rank]}" for rank in suspects[:4]) or "all ranks are alike"
     host = job.ranks[suspects[0]].host if suspects else "each host"
-    rank = str(suspects[0]) if suspects else "each rank"
+    rank = f"rank {suspects[0]}" if suspects else "each rank"
     return Verdict(
         cause.code,
         None,

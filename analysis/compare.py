@@ -119,6 +119,11 @@ class Comparison:
         times, values = self.trace.samples(series, name)
         return _mean(times, values, self.during), _mean(times, values, self.before) if self.before else float("nan")
 
+    def count(self, series: Series, name: str) -> int:
+        """Samples during."""
+        first, last = np.searchsorted(self.trace.samples(series, name)[0], self.during)
+        return int(last - first)
+
     def series(self, measurement: str, hosts: tuple[str, ...], **tags: str) -> Iterator[tuple[str, Series]]:
         for host in hosts:
             for series in self.trace.series_of(measurement, host, **tags):

@@ -259,9 +259,15 @@ def _agree(episode: Episode, found: Found) -> Episode:
     episode.missed = 0
     if episode.state == "suspected":
         episode.verdict, episode.start, episode.row = found.verdict, found.start, found.row
-    elif found.verdict.confidence >= episode.verdict.confidence - 0.05:
-        episode.verdict = found.verdict  # places and figures may still sharpen
+    elif found.verdict.confidence >= episode.verdict.confidence - 0.05 and _sharpens(found.verdict, episode.verdict):
+        episode.verdict = found.verdict
     return episode
+
+
+def _sharpens(new: Verdict, old: Verdict) -> bool:
+    """Whether it says as much of the place, or more, or something else; not less: evidence wavers."""
+    places, known = set(new.loci), set(old.loci)
+    return places <= known or places.isdisjoint(known)
 
 
 def _joins(former: Episode, episode: Episode, now: int) -> bool:

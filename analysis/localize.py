@@ -17,6 +17,7 @@ ALIKE = 0.7
 # And the queue of a sender must be so much longer than another's to say that its bytes are those that wait. With the
 # queue in one direction, the other is slowed by its late acknowledgements, and piles up bytes too.
 LONGER = 1.5
+SAMPLES = 3  # of a queue that is full at one moment and empty at the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,11 @@ def _deviation(one: Evidence) -> float:
 
 
 def _queues(c: Comparison) -> dict[Way, float]:
-    """Bytes that the senders wrote and that are not acknowledged yet, on average."""
+    """Bytes that the senders wrote and that are not acknowledged yet, on average; none where too few samples tell."""
     return {
         (link.sender, link.receiver): float(np.nan_to_num(c.gauge(link.series, "send_queue")[0]))
         for link in links(c)
-        if link.receiver is not None
+        if link.receiver is not None and c.count(link.series, "send_queue") >= SAMPLES
     }
 
 

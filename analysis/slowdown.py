@@ -51,15 +51,15 @@ def _channel(cause: str) -> int:
 def last_sick(excess: Floats, durations: Floats, scale: float, size: float) -> int | None:
     """Index of the last row [N] of a slowdown that is over, -1 where no row was sick; None while it is not over.
 
-    It is over when the median of the newest rows lost less than 2 % of the step, as far as the noise of so many rows
-    lets that be said, or a fifth of what the slowdown cost.
+    It is over when the median of the newest rows lost less than 2 % of the step, or than a fifth of what the slowdown
+    cost; or than 2 % and the noise of so many rows, if that is clearly less than the slowdown.
     """
     calm = max(CALM, int(np.searchsorted(np.cumsum(durations[::-1]), CALM_S)) + 1)
     if len(excess) <= calm:
         return None
     height = max(float(np.median(excess[:-calm])), size)
     level, noise = float(np.median(excess[-calm:])), 1.2533 * scale / np.sqrt(calm)
-    if level > max(LEAVE + noise, 0.2 * height):
+    if level > max(LEAVE, 0.2 * height, min(LEAVE + noise, 0.4 * height)):
         return None
     sick = np.flatnonzero(excess[: len(excess) - calm + 1] > 0.5 * max(height, ENTER))
     return int(sick[-1]) if sick.size else -1

@@ -43,6 +43,7 @@ APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machi
 COSTLY = 0.10  # and what that must cost, of the step
 SLOW_SAVE = 1.5  # times the usual checkpoint (diagnosis.md 3)
 HANG_SUSPECT_S, HANG_S = 10.0, 60.0  # diagnosis.md 2.2, D4
+ALIVE_S = 15.0  # a rank that hangs is still told of by the probe's thread, every 5 s at least
 
 
 class Watch:
@@ -70,6 +71,7 @@ class Watch:
             self._end(self.history.newest if self.history else now)
             self.attempt, self.closed = self.job.attempt, False
             self._restart()
+        self.closed &= self.job.ended(now)  # a job that was silent for a minute may come back
         if self.closed:
             return []
         if self._take(now) and self.history is not None:
@@ -78,9 +80,7 @@ class Watch:
             self._against_peers(now)
             self._against_saves(now)
         self._progress(now)
-        if self.job.ended(now):
-            self.finish(now)
-        return self.episodes.changes(now)
+        return self.finish(now) if self.job.ended(now) else self.episodes.changes(now)
 
     def finish(self, now: int) -> list[dict[str, Any]]:
         """The job ended, or nothing more will come; a slowdown ends with the job, and not with the recording."""
@@ -505,9 +505,9 @@ class Watch:
             self.episodes.gone("hang", history.newest)
             return
         running = [info for info in self.job.ranks.values() if info.state == "running"]
-        alive = [info for info in running if info.last > history.newest + int(high * 1e9)]
-        if len(running) < len(self.job.ranks) or not alive:
-            return  # ranks that exited do not hang, and ranks of whom nothing is heard may have ended
+        heard = [info for info in running if now - info.last <= ALIVE_S * 1e9]
+        if len(running) < len(self.job.ranks) or not heard:
+            return  # ranks that exited do not hang, and ranks of whom nothing is heard may have been killed
         verdict = hanging(self.trace, self.job, still, median)
         if verdict is None:
             return

@@ -169,7 +169,7 @@ def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
     assert 60 <= seconds(document, "detected") - 20 <= 65
     killed = [point for point in job(layout, seed=1, ends=False)[0] if point.time < T0 + 30 * 10**9]
     killed += [point for point in job(layout, seed=1)[0] if point.series.measurement == "diagnosd_agent"]
-    assert judge(sorted(set_by_time(killed), key=lambda point: (point.time, point.series.key)))[0] == []
+    assert judge(sorted(set_by_time(killed), key=_order))[0] == []
 
 
 def set_by_time(points: list[Point]) -> list[Point]:
@@ -283,3 +283,19 @@ def test_truths_of_the_generator_cover_what_they_say() -> None:
     assert truth.extra == pytest.approx(2 * 20 * (1 - 1 / 4.4), rel=0.1)  # two ranks, 20 s, steps of 4.4 times
     _, none = job(Layout(seconds=20), seed=3)
     assert none == []
+
+
+def test_the_end_of_a_job_is_told_while_others_go_on() -> None:
+    """A job that ends during a fault: its episode is resolved a minute later, without waiting for the last point."""
+    points, _ = job(Layout(seconds=40, ends=False), Fault("bandwidth", 20, 99, 1, 0.2), seed=3)
+    heartbeats = [p for p in job(Layout(seconds=150), seed=4)[0] if p.series.measurement == "diagnosd_agent"]
+    analysis = Analysis("lab")
+    told = [
+        d for batch in by_time(sorted(set_by_time([*points, *heartbeats]), key=_order)) for d in analysis.feed(batch)
+    ]
+    assert [document["state"] for document in told] == ["confirmed", "resolved"]
+    assert seconds(told[-1], "end") <= 41
+
+
+def _order(point: Point) -> tuple[int, str]:
+    return point.time, point.series.key
