@@ -44,6 +44,7 @@ def truth(done: Run) -> str:
     lines += [f'subtype = "{want.subtypes[0]}"'] if want.subtypes else []
     lines += [f"start = {rfc3339(done.onset)}", f"end = {rfc3339(done.cleared or done.ended)}"]
     lines += [f"locus = {json.dumps(want.loci)}"] if want.loci else []
+    lines += [f"lost_gpu_seconds = {done.lost:.1f}"] if done.lost is not None else []
     return "\n".join(lines) + "\n"
 
 

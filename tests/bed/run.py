@@ -78,6 +78,7 @@ class Run:
     exit_codes: list[int] = field(default_factory=list)
     live: str = ""  # what the agent that analyzes said while it ran
     rows: list[Row] = field(default_factory=list)
+    lost: float | None = None  # s of all ranks together that steps took longer than before the fault
 
     @property
     def job(self) -> str:
@@ -277,6 +278,7 @@ def run(scenario: Scenario, ranks: int, size: float | None, path: Path, *, bare:
     of_hosts = {host: steps(bed.log(host)) for host in bed.fabric.hosts}
     done.ended = max(steps[-1].end for steps in of_hosts.values())
     done.rows = measured(done, of_hosts)
+    done.lost = lost(done, of_hosts)
     return done
 
 
@@ -309,6 +311,18 @@ def measured(done: Run, of_hosts: dict[str, list[Step]]) -> list[Row]:
                 medians = statistics.median(took), max(took), statistics.median(data)
                 rows.append(Row(phase, host, len(inside), *medians))
     return rows
+
+
+def lost(done: Run, of_hosts: dict[str, list[Step]]) -> float | None:
+    """What the fault cost by the script's own clock; None where there was no fault, or nothing before it."""
+    if done.onset is None or done.cleared is None:
+        return None
+    seconds = 0.0
+    for of_host in of_hosts.values():
+        before = statistics.median(step.took for step in of_host[WARM:] if step.end < done.onset)
+        during = [step.took for step in of_host if done.onset < step.end <= done.cleared + step.took]
+        seconds += sum(during) - before * len(during)
+    return seconds
 
 
 def tails(logs: Path) -> str:
