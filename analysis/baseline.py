@@ -271,12 +271,10 @@ def judge(excess: Floats, scale: Floats) -> tuple[str, int, int] | None:
     `scale` [C] is the scatter of a healthy row; both are shares of the step. Of several channels, the largest.
     """
     found = []
-    for channel in range(excess.shape[1]):
-        rule = _rule(excess[:, channel], float(scale[channel]), spiky=channel == CHANNEL["load"])
-        if rule is not None:
-            onset = onset_of(excess[:, channel])
-            if channel == 0 or _is_felt(excess[onset:, 0], excess[onset:, channel], float(scale[0])):
-                found.append((float(excess[onset:, channel].sum()), channel, rule, onset))
+    for channel, rule in _rules(excess, scale):
+        onset = onset_of(excess[:, channel])
+        if channel == 0 or _is_felt(excess[onset:, 0], excess[onset:, channel], float(scale[0])):
+            found.append((float(excess[onset:, channel].sum()), channel, rule, onset))
     # A channel says more than the total, so the total speaks only where no channel does.
     channels = [entry for entry in found if entry[1] > 0] or found
     if not channels:
@@ -285,24 +283,45 @@ def judge(excess: Floats, scale: Floats) -> tuple[str, int, int] | None:
     return rule, channel, onset
 
 
-def _rule(e: Floats, scale: float, *, spiky: bool) -> str | None:
+def _rules(e: Floats, scale: Floats) -> list[tuple[int, str]]:
+    """The channels in which a rule fires, each with the first of its rules."""
     z = e / scale
-    if (z[-5:] > Z_FAR).sum() >= 4 and np.median(e[-5:]) >= ENTER:
-        return "D1"
-    if _cusum(e, z, scale):
-        return "D2"
-    if (z[-20:] > Z_FAR).sum() >= 7 and np.maximum(e[-20:], 0).mean() >= ENTER:
-        return "D3"
-    if spiky and ((z[-40:] > Z_SPIKE) & (e[-40:] > 0.2)).sum() >= 4 and e[-40:].mean() >= ENTER:
-        return "D4"
-    return None
+    far = z[-20:] > Z_FAR
+    fast = far[-5:].sum(axis=0) >= 4
+    bursts = far.sum(axis=0) >= 7
+    drifts = _drifts(z, scale)
+    spikes = ((z[-40:, CHANNEL["load"]] > Z_SPIKE) & (e[-40:, CHANNEL["load"]] > 0.2)).sum() >= 4
+    found = []
+    for channel in np.flatnonzero(fast | bursts | drifts | (spikes & (np.arange(len(scale)) == CHANNEL["load"]))):
+        one = e[:, channel]
+        if fast[channel] and np.median(one[-5:]) >= ENTER:
+            found.append((int(channel), "D1"))
+        elif drifts[channel] and _is_shift(one, z[:, channel], float(scale[channel])):
+            found.append((int(channel), "D2"))
+        elif bursts[channel] and np.maximum(one[-20:], 0).mean() >= ENTER:
+            found.append((int(channel), "D3"))
+        elif spikes and channel == CHANNEL["load"] and one[-40:].mean() >= ENTER:
+            found.append((int(channel), "D4"))
+    return found
 
 
-def _cusum(e: Floats, z: Floats, scale: float) -> bool:
-    k = 0.5 if scale > NOISY else float(np.clip(0.5 * ENTER / scale, 0.75, 1.5))
-    path = np.concatenate([[0.0], np.cumsum(np.clip(z, -4, 4) - k)])
-    if path[-1] - path.min() <= (H_NOISY if scale > NOISY else H):
-        return False
+def _paths(z: Floats, scale: Floats) -> Floats:
+    """[N+1,C] the sums of CUSUM, before their minimum is taken off."""
+    slack = np.where(scale > NOISY, 0.5, np.clip(0.5 * ENTER / scale, 0.75, 1.5))
+    paths = np.zeros((len(z) + 1, len(scale)))
+    np.cumsum(np.clip(z, -4, 4) - slack, axis=0, out=paths[1:])
+    return paths
+
+
+def _drifts(z: Floats, scale: Floats) -> Bools:
+    paths = _paths(z, scale)
+    drifts: Bools = paths[-1] - paths.min(axis=0) > np.where(scale > NOISY, H_NOISY, H)
+    return drifts
+
+
+def _is_shift(e: Floats, z: Floats, scale: float) -> bool:
+    """Whether what CUSUM found since its onset is a shift of a size that matters."""
+    path = _paths(z[:, None], np.array([scale]))[:, 0]
     since = e[max(len(path) - 1 - int(path[::-1].argmin()), len(e) - 30) :]
     shift = float(np.median(since)) if len(since) >= 4 else 0.0
     return shift > 0.03 and shift - 2 * 1.2533 * scale / np.sqrt(len(since)) > LEAVE  # 1.2533: error of a median
