@@ -11,7 +11,7 @@ import pytest
 
 from diagnosd.analysis import Analysis
 from diagnosd.point import Point
-from tests.jobs import GBIT, T0, Fault, Layout, Truth, by_time, job
+from jobs import GBIT, T0, Fault, Layout, Truth, by_time, job
 
 LATENESS = 3  # s, by which what is detected in the stream is told later
 TELL_WITHIN = 15  # s after the onset

@@ -15,7 +15,7 @@ import pytest
 from diagnosd import analyzer
 from diagnosd.point import Point, Series, encode
 from diagnosd.recording import Writer
-from tests.jobs import Fault, job
+from jobs import Fault, job
 
 ROOT = Path(__file__).parents[1]
 SECOND = 10**9

@@ -15,7 +15,7 @@ from diagnosd.analysis.decompose import OWN, PARTS
 from diagnosd.analysis.evidence import ROWS, collect
 from diagnosd.analysis.trace import Trace
 from diagnosd.point import Point, point
-from tests.jobs import T0
+from jobs import T0
 
 QUIET = {"data_wait": 0.002, "forward": 0.02, "backward": 0.04, "optimizer": 0.003, "other": 0.001, "transfer": 0.12}
 Times = Mapping[str, float]

@@ -21,7 +21,7 @@ import pytest
 from diagnosd import analyzer, recording
 from diagnosd.analysis import Analysis
 from diagnosd.point import Point, encode
-from tests.jobs import Fault, job
+from jobs import Fault, job
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = ROOT.parent / "shared/checks/contract.py"

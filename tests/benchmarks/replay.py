@@ -12,7 +12,7 @@ from time import process_time
 from diagnosd import analyzer, recording
 from diagnosd.analysis import Analysis
 from diagnosd.point import encode
-from tests.benchmarks.mix import mix
+from .mix import mix
 
 ROUNDS = 5
 FLUSH = 72  # points: a second of the eight hosts, as the agent flushes
