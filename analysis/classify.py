@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from diagnosd.analysis.causes import CAUSES, RIVALS, Cause
-from diagnosd.analysis.compare import NETWORK, Comparison
-from diagnosd.analysis.decompose import PART
+from diagnosd.analysis.compare import Comparison
+from diagnosd.analysis.decompose import NETWORK, PART
 from diagnosd.analysis.evidence import DECLARE, Evidence, Row, collect, least_transfer
 from diagnosd.analysis.localize import Place, assets, where
-from diagnosd.analysis.trace import Job, Trace
 
 NAMED = 0.6  # diagnosis.md 2.4: to start with
 CAP = 4.0  # what one group may add to the log-odds, of 2 to 3.5 that priors ask for
@@ -266,7 +265,7 @@ def _filled(text: str, c: Comparison, place: Place) -> str:
     return text.replace("{host}", host).replace("{nic}", nic).replace("{rank}", rank).replace("{path}", path)
 
 
-# -- verdicts that no rival competes for -----------------------------------------------------------------------------
+# -- a verdict that no rival competes for ----------------------------------------------------------------------------
 
 
 def by_design(c: Comparison) -> Verdict | None:
@@ -301,40 +300,4 @@ def by_design(c: Comparison) -> Verdict | None:
         *_sources(evidence, missing, ("topology_misconfiguration",)),
         advice,
         text,
-    )
-
-
-def hanging(trace: Trace, job: Job, still: float, usual: float) -> Verdict | None:
-    """No rank ends a step although they run: whoever is not in a collective is whom the others wait for.
-
-    None while a rank saves, evaluates or compiles, which have limits of their own.
-    """
-    phases = {}
-    for info in job.ranks.values():
-        latest = trace.latest(info.host, "diagnosd_process", "phase", job=job.name, rank=str(info.rank))
-        if latest:
-            phases[info.rank] = str(latest[1])
-    if set(phases.values()) & {"checkpoint", "eval", "compile"}:
-        return None
-    # A backward pass waits too: DDP's collectives run inside of it.
-    behind = sorted(rank for rank, phase in phases.items() if phase not in ("collective", "comm", "backward"))
-    suspects = behind if 0 < len(behind) < len(job.ranks) else []
-    loci = tuple(f"rank:{rank}" for rank in suspects) or ("job",)
-    cause = CAUSES["hang"]
-    where = ", ".join(f"rank {rank} is in {phases[rank]}" for rank in suspects[:4]) or "all ranks are alike"
-    host = job.ranks[suspects[0]].host if suspects else "each host"
-    rank = f"rank {suspects[0]}" if suspects else "each rank"
-    return Verdict(
-        cause.code,
-        None,
-        0.9 if suspects else 0.7,
-        loci,
-        cause.owner,
-        cause.claims,
-        (),
-        (),
-        ("probe",),
-        () if phases else ("process",),
-        cause.next.replace("{host}", host).replace("{rank}", rank),
-        f"No step has ended for {still:.0f} s, where one takes {usual:.2f} s; {where}.",
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import nan
 
 import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis.decompose import OWN, PART
+from diagnosd.analysis.history import History, Ints
 from diagnosd.analysis.rates import Increments, increments
 from diagnosd.analysis.samples import Numbers
 from diagnosd.analysis.trace import Job, Trace
@@ -19,9 +21,9 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Window = tuple[float, float]  # seconds since the trace's origin
 
-COMPUTE = ("forward", "backward", "optimizer")
-HOST = ("h2d", "blocked", "other")
-NETWORK = ("transfer", "release")
+RECENT = 60  # cycles of a long slowdown that evidence is computed from
+PAST_S = 60.0  # counters before the onset: enough for a dozen samples at 5 s, near enough to be the same conditions
+SETTLE_S = 0.5  # smoothed values (rtt) take a few round trips to follow
 
 # Who was last in this share of the cycles may be what the others wait for; by chance one of n ranks is in 1/n of them.
 OFTEN_LAST = 0.3
@@ -53,8 +55,6 @@ class Comparison:
     empty: Floats  # [R] share of the steps that found the prefetch queue empty; NaN where unknown
     full: Floats  # [R] share of those that found it full
     workers: Floats  # [R] loader workers; NaN where unknown
-    cycles: int
-    cycles_before: int
     sync_bytes: float  # median size of the collective; NaN where unknown
     from_start: bool
     _grown: dict[tuple[str, str], Increments] = field(default_factory=dict, repr=False)
@@ -137,3 +137,74 @@ class Comparison:
 def _mean(times: Floats, values: Numbers, window: Window) -> float:
     first, last = np.searchsorted(times, window)
     return float(values[first:last].mean()) if last > first else float("nan")
+
+
+def compare(trace: Trace, job: Job, history: History, against: str, healthy: Ints, numbers: Ints) -> Comparison | None:
+    """These cycles beside healthy ones; without those, what was observed is expected, until a bound changes it.
+
+    None where the history no longer holds what is asked for.
+    """
+    recent = numbers[-RECENT:]
+    healthy = healthy[healthy >= history.first]
+    if not len(recent) or (against == "past" and not len(healthy)):
+        return None
+    observed, own = history.floats("parts", recent).mean(axis=0), history.floats("own", recent).mean(axis=0)
+    usual, own_usual = _typical(history, healthy) if len(healthy) else (observed, own)
+    start = history.start_of(int(recent[0])) + SETTLE_S
+    last, queue = history.get("last", recent), history.floats("queue", recent)
+    return Comparison(
+        trace=trace,
+        job=job,
+        against=against,
+        ranks=history.ranks,
+        hosts=history.hosts,
+        before=_before(history, healthy, int(numbers[0])) if len(healthy) else None,
+        during=(start, max((trace.now - trace.origin) / 1e9, start + 1.0)),
+        expected=usual,
+        observed=observed,
+        own_expected=own_usual,
+        own_observed=own,
+        last=np.array([float((last == column).mean()) for column in range(len(history.ranks))]),
+        apart=_are_apart(history.floats("late", recent), history.noise),
+        timed=bool(history.get("timed", recent).all()),
+        loads=_loads(job, history.ranks, own),
+        empty=_share(queue <= 0, queue),
+        full=_share(queue >= history.floats("queue_size", recent), queue),
+        workers=history.floats("workers", recent)[-1],
+        sync_bytes=float(np.median(history.floats("sync_bytes", recent))) or nan,
+        from_start=against == "model",
+    )
+
+
+def _before(history: History, healthy: Ints, onset: int) -> Window:
+    until = history.start_of(onset)
+    return max(history.start_of(int(healthy[0])), until - PAST_S), until
+
+
+def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
+    """Mean parts and own work of healthy cycles, without the tenth that took longest: pauses are not the usual."""
+    duration = history.floats("duration", numbers)
+    kept = numbers[duration <= np.quantile(duration, 0.9)] if len(numbers) >= 10 else numbers
+    return history.floats("parts", kept).mean(axis=0), history.floats("own", kept).mean(axis=0)
+
+
+def _are_apart(late: Floats, noise: float) -> bool:
+    """Whether the last to arrive was last by more than the clocks' noise."""
+    if late.shape[1] < 2 or np.isnan(late).any():
+        return False
+    lead = np.diff(np.sort(late, axis=1)[:, -2:], axis=1)
+    return float(np.median(lead)) > noise
+
+
+def _loads(job: Job, ranks: tuple[int, ...], own: Floats) -> Bools:
+    """Which ranks load data: they say so, or they wait for it."""
+    waits = own[:, OWN.index("data_wait")] > 0
+    told = [job.ranks[rank].loader if rank in job.ranks else None for rank in ranks]
+    return np.array([loader != "none" and bool(wait) for loader, wait in zip(told, waits, strict=True)])
+
+
+def _share(those: Bools, values: Floats) -> Floats:
+    """[R] share of the cycles in which it is so, of those with a value; NaN where there is none."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=0)
+    return np.where(count > 0, (those & known).sum(axis=0) / np.maximum(count, 1), nan)

@@ -41,7 +41,9 @@ PARTS = (*OWN, "transfer", "release")
 PART = {name: column for column, name in enumerate(PARTS)}
 AFTER = ("optimizer", "checkpoint", "eval", "blocked")  # what may stand behind the collective within its step
 
-_BEFORE = ("data_wait", "h2d", "forward", "backward")
+COMPUTE = ("forward", "backward", "optimizer")
+HOST = ("h2d", "blocked", "other")
+NETWORK = ("transfer", "release")
 
 # Below this a host's offset is not worth correcting: it is less than any effect that is judged (5 % of a 50 ms step).
 LEAST_OFFSET_S = 1e-3

@@ -19,8 +19,8 @@ from math import isnan, log, nan
 import numpy as np
 
 from diagnosd.analysis import bounds
-from diagnosd.analysis.compare import COMPUTE, HOST, NETWORK, Comparison
-from diagnosd.analysis.decompose import PART
+from diagnosd.analysis.compare import Comparison
+from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, PART
 from diagnosd.point import Series
 
 MSS = 1448  # bytes in a full TCP segment on Ethernet with timestamps

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis.baseline import CHANNELS
-from diagnosd.analysis.compare import COMPUTE, HOST, NETWORK
-from diagnosd.analysis.decompose import OWN, PART, Cycles, Phases, align, decompose
+from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, OWN, PART, Cycles, Phases, align, decompose
 from diagnosd.analysis.steps import KINDS, Steps
 
 Floats = npt.NDArray[np.float64]

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from diagnosd.analysis.compare import COMPUTE, HOST, Comparison
+from diagnosd.analysis.compare import Comparison
+from diagnosd.analysis.decompose import COMPUTE, HOST
 from diagnosd.analysis.evidence import Evidence, interfaces, links
 
 # A link whose signs reach this share of the worst one's shows the same trouble.

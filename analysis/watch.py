@@ -9,18 +9,18 @@ and beside them checkpoints against earlier checkpoints, and a clock that runs w
 from __future__ import annotations
 
 from dataclasses import replace
-from math import nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from diagnosd.analysis import bounds
-from diagnosd.analysis.baseline import LEAST, LEAVE, WINDOW, Baseline, Reference
-from diagnosd.analysis.classify import Verdict, by_design, classify, hanging
-from diagnosd.analysis.compare import COMPUTE, Comparison
-from diagnosd.analysis.compare import Window as Span
-from diagnosd.analysis.decompose import OWN, PART
+from diagnosd.analysis import bounds, hang
+from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
+from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints
+from diagnosd.analysis.classify import Verdict, by_design, classify
+from diagnosd.analysis.compare import RECENT, Comparison, compare
+from diagnosd.analysis.cost import gain, price
+from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import least_transfer
 from diagnosd.analysis.history import History
@@ -31,19 +31,13 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 ASSEMBLE_S = 10.0  # ranks join within seconds of each other; afterwards the job is watched with those that came
-PAST_S = 60.0  # counters before the onset: enough for a dozen samples at 5 s, near enough to be the same conditions
-SETTLE_S = 0.5  # smoothed values (rtt) take a few round trips to follow
 LEAST_S = 3.0  # of a past: a shorter one holds no two samples of what is read every second or two
-RECENT = 60  # cycles of a long slowdown that evidence is computed from
 FIRST_LOOK, FIRST_LOOK_S = 6, 5.0  # cycles after the warm-up, and their seconds, before a bound or peers are consulted
 SKIP = 2  # the first cycles: buffers grow, connections open, caches fill
 PEERS, PEERS_S = 20, 10.0
 EARLY = 100  # cycles within which what was so from the start has shown; later the job's past judges
 APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machines differ by 1 % (diagnosis.md 1.2)
 COSTLY = 0.10  # and what that must cost, of the step
-SLOW_SAVE = 1.5  # times the usual checkpoint (diagnosis.md 3)
-HANG_SUSPECT_S, HANG_S = 10.0, 60.0  # diagnosis.md 2.2, D4
-ALIVE_S = 15.0  # a rank that hangs is still told of by the probe's thread, every 5 s at least
 
 
 class Watch:
@@ -61,9 +55,7 @@ class Watch:
         self.baseline = Baseline()
         self.slowdown: Slowdown | None = None
         self.cleared = 0  # cycles before this one are judged
-        self.saves: list[tuple[int, float]] = []  # cycle and cost of each checkpoint
-        self.slow_saves: list[int] = []
-        self.judged_save = -1  # the newest healthy checkpoint: before it nothing is judged
+        self.checkpoints = Checkpoints()
 
     def tick(self, now: int) -> list[dict[str, Any]]:
         """The documents that this second changed; `now` in ns of event time."""
@@ -78,8 +70,8 @@ class Watch:
             self._against_past(now)
             self._against_bounds(now)
             self._against_peers(now)
-            self._against_saves(now)
-        self._progress(now)
+            self._against_checkpoints(self.history, now)
+        self._against_standstill(now)
         return self.finish(now) if self.job.ended(now) else self.episodes.changes(now)
 
     def finish(self, now: int) -> list[dict[str, Any]]:
@@ -146,8 +138,7 @@ class Watch:
         saved = history.floats("own", one)[0, :, OWN.index("checkpoint")].max()
         if saved > 0:
             parts = history.floats("parts", one)[0]
-            self.saves.append((number, float(max(parts[PART["checkpoint"]] + parts[PART["other"]], 0))))
-            del self.saves[:-WINDOW]
+            self.checkpoints.add(number, float(parts[PART["checkpoint"]] + parts[PART["other"]]))
 
     # -- the job's own past ------------------------------------------------------------------------------------------
 
@@ -265,7 +256,7 @@ class Watch:
             return
         found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
         touched = self.episodes.observe("model", found, self.attempt)
-        self._account(touched, comparison, None, numbers, now)
+        self._account(touched, comparison, comparison.step, numbers, now)
 
     def _starves(self, c: Comparison, numbers: Ints) -> bool:
         """Whether batches were waited for all along: in both halves, and with an empty queue where that is known."""
@@ -301,7 +292,7 @@ class Watch:
             return
         found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
         touched = self.episodes.observe("peers", found, self.attempt)
-        self._account(touched, comparison, None, numbers, now)
+        self._account(touched, comparison, comparison.step, numbers, now)
 
     def _slow_peer(self, numbers: Ints) -> int | None:
         """Column of the rank that computes longer than its peers for the same work, in both halves of these cycles."""
@@ -322,162 +313,47 @@ class Watch:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _against_saves(self, now: int) -> None:
-        """Each checkpoint against the healthy ones before it."""
-        judged = max(self.slow_saves[-1] if self.slow_saves else -1, self.judged_save)
-        fresh = [(number, cost) for number, cost in self.saves if number > judged]
-        reference = self.baseline.reference()
-        if reference is None or not fresh:
+    def _against_checkpoints(self, history: History, now: int) -> None:
+        saves, reference = self.checkpoints, self.baseline.reference()
+        if reference is None or not saves.judge(reference.step):
             return
-        for number, cost in fresh:
-            usual = [c for n, c in self.saves if n < number and n not in self.slow_saves]
-            if len(usual) < 2:
-                self.judged_save = number
-                continue
-            middle = float(np.median(usual))
-            spread = 1.4826 * float(np.median(np.abs(np.array(usual) - middle)))
-            if cost > max(SLOW_SAVE * middle, middle + 0.25 * reference.step, middle + 6 * spread):
-                self.slow_saves.append(number)
-            else:
-                self._saved_well(number)
-        self._tell_saves(reference, now)
-
-    def _saved_well(self, number: int) -> None:
-        self.judged_save = number
-        if self.episodes.open("checkpoint") and self.slow_saves:
-            self.episodes.gone("checkpoint", self._ended(self.slow_saves[-1]))
-
-    def _tell_saves(self, reference: Reference, now: int) -> None:
-        history = self.history
-        assert history is not None
-        run = [number for number in self.slow_saves if number > self.judged_save and number >= history.first]
-        usual = np.array([n for n, _ in self.saves if n not in self.slow_saves and n >= history.first], np.int64)
-        if not run or not len(usual):
+        run, usual = ([n for n in numbers if n >= history.first] for numbers in (saves.run, saves.usual))
+        if not run:
+            if saves.slow:
+                self.episodes.gone("checkpoint", self._ended(saves.slow[-1]))
             return
-        comparison = self._compare("past", usual, np.array(run))
+        comparison = self._compare("past", np.array(usual, np.int64), np.array(run))
         if comparison is None:
             return
-        verdicts = [v for v in classify(comparison) if v.cause == "checkpoint_stall"]
+        verdicts = [verdict for verdict in classify(comparison) if verdict.cause == "checkpoint_stall"]
         found = [Found(verdict, self._instant(run[0]), run[0]) for verdict in verdicts]
-        touched = self.episodes.observe("checkpoint", found, self.attempt)
-        for episode in touched:
-            episode.agreed = max(episode.agreed, 2)
-            every = history.numbers(run[0])
-            lost = comparison.lost * len(run)
-            episode.observed = float(history.floats("duration", every).sum())
+        lost = comparison.lost * len(run)
+        for episode in self.episodes.observe("checkpoint", found, self.attempt):
+            episode.observed = float(history.floats("duration", history.numbers(run[0])).sum())
             episode.expected = max(episode.observed - lost, 1e-9)
-            episode.lost, episode.ranks = lost * len(history.ranks), self.job.world
+            episode.lost, episode.ranks = lost * self.job.world, self.job.world
             episode.step, episode.gain = reference.step, lost / max(episode.observed, 1e-9)
-            large = lost >= max(10 * reference.step, 5.0)
-            self.episodes.confirm(episode, now, len(run), at_once=len(run) >= 2 or large)
+            if len(run) > 1 or lost >= max(LARGE_STEPS * reference.step, LARGE_S):
+                self.episodes.confirm(episode, now, len(run), at_once=True)
 
-    # -- comparisons -------------------------------------------------------------------------------------------------
+    # -- what all references share -----------------------------------------------------------------------------------
 
     def _compare(self, against: str, healthy: Ints, numbers: Ints) -> Comparison | None:
-        """These cycles beside healthy ones; without those, what was observed is expected, until a bound changes it."""
-        history = self.history
-        assert history is not None
-        recent = numbers[-RECENT:]
-        healthy = healthy[healthy >= history.first]
-        if not len(recent) or (against == "past" and not len(healthy)):
-            return None
-        observed, own = history.floats("parts", recent).mean(axis=0), history.floats("own", recent).mean(axis=0)
-        usual, own_usual = observed, own
-        before: Span | None = None
-        start = history.start_of(int(recent[0]))
-        if len(healthy):
-            usual, own_usual = _typical(history, healthy)
-            began, onset = history.start_of(int(healthy[0])), history.start_of(int(numbers[0]))
-            before = (max(began, onset - PAST_S), min(onset, float(history.floats("end", healthy[-1:])[0]) + 60))
-        now_s = (self.trace.now - self.trace.origin) / 1e9
-        last = history.get("last", recent)
-        late = history.floats("late", recent)
-        return Comparison(
-            trace=self.trace,
-            job=self.job,
-            against=against,
-            ranks=history.ranks,
-            hosts=history.hosts,
-            before=before,
-            during=(start + SETTLE_S, max(now_s, start + SETTLE_S + 1.0)),
-            expected=usual,
-            observed=observed,
-            own_expected=own_usual,
-            own_observed=own,
-            last=np.array([float((last == column).mean()) for column in range(len(history.ranks))]),
-            apart=self._are_apart(late),
-            timed=bool(history.get("timed", recent).all()),
-            loads=self._loads(own),
-            empty=_share(history.floats("queue", recent) <= 0, history.floats("queue", recent)),
-            full=_share(
-                history.floats("queue", recent) >= history.floats("queue_size", recent), history.floats("queue", recent)
-            ),
-            workers=_latest(history.floats("workers", recent)),
-            cycles=len(recent),
-            cycles_before=len(healthy),
-            sync_bytes=float(np.median(history.floats("sync_bytes", recent))) or nan,
-            from_start=against == "model",
-        )
-
-    def _are_apart(self, late: Floats) -> bool:
-        """Whether the last to arrive was last by more than the clocks' noise."""
         assert self.history is not None
-        if late.shape[1] < 2 or np.isnan(late).any():
-            return False
-        lead = np.diff(np.sort(late, axis=1)[:, -2:], axis=1)
-        return float(np.median(lead)) > self.history.noise
-
-    def _loads(self, own: Floats) -> npt.NDArray[np.bool_]:
-        """Which ranks load data: they say so, or they wait for it."""
-        assert self.history is not None
-        waits = own[:, OWN.index("data_wait")] > 0
-        told = [self.job.ranks[rank].loader if rank in self.job.ranks else None for rank in self.history.ranks]
-        return np.array([loader != "none" and bool(wait) for loader, wait in zip(told, waits, strict=True)])
-
-    # -- costs -------------------------------------------------------------------------------------------------------
+        return compare(self.trace, self.job, self.history, against, healthy, numbers)
 
     def _account(
-        self, touched: list[Episode], c: Comparison, reference: Reference | None, numbers: Ints, now: int
+        self, touched: list[Episode], c: Comparison, reference: Reference | float, numbers: Ints, now: int
     ) -> None:
-        """What each episode has cost: the excess of its cycles, shared by what each explains."""
-        named = [e for e in touched if e.state in ("suspected", "confirmed")]
-        shares = {id(e): c.share(*e.verdict.claims) if e.verdict.claims else 1.0 for e in named}
-        whole = sum(shares.values())
-        for episode in named:
-            if episode.state == "suspected":
-                episode.lost = episode.observed = episode.expected = 0.0
-                episode.counted = episode.row
-            fresh = numbers[numbers >= episode.counted]
-            observed = self.baseline.rows(fresh)[:, 0]
-            expected = (
-                np.full(len(fresh), c.step) if reference is None else reference.expect(self.baseline.work(fresh))[:, 0]
-            )
-            part = shares[id(episode)] / whole if len(named) > 1 and whole > 0 else 1.0
-            episode.lost += part * float((observed - expected).sum()) * self.job.world
-            episode.observed += float(observed.sum())
-            episode.expected += float(expected.sum())
-            episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
-            episode.step = c.step if reference is None else reference.step
-            episode.scatter = 0.0 if reference is None else float(reference.scale[0]) / reference.step
-            episode.gain, episode.ranks = self._gain(episode.verdict, c, numbers), self.job.world
-            self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
-
-    def _gain(self, verdict: Verdict, c: Comparison, numbers: Ints) -> float:
-        """Share of the step that repairing this alone would save: the next to arrive sets the pace then."""
+        """Price the episodes of this tick, the loss shared by what each explains, and tell those that have held."""
         assert self.history is not None
-        outside = [part for part in verdict.claims if part not in OWN]
-        inside = [OWN.index(part) for part in verdict.claims if part in OWN]
-        saved = max(c.excess(*outside), 0.0) if outside else 0.0
-        recent = numbers[-RECENT:]
-        late = self.history.floats("late", recent)
-        if inside:
-            own = self.history.floats("own", recent)[..., inside].sum(axis=-1)
-            grown = _only(np.maximum(own - c.own_expected[:, inside].sum(axis=1), 0), verdict.columns)
-            if np.isnan(late).any():
-                saved += float(grown.max(axis=1).mean())
-            else:
-                saved += float((late.max(axis=1) - (late - grown).max(axis=1)).mean())
-        return float(np.clip(saved / max(c.step * c.slowdown, 1e-9), 0.0, 1.0))
+        named = [episode for episode in touched if episode.is_open]
+        shares = [c.share(*episode.verdict.claims) if episode.verdict.claims else 1.0 for episode in named]
+        for episode, share in zip(named, shares, strict=True):
+            episode.ranks = self.job.world
+            price(episode, share / sum(shares) if len(named) > 1 else 1.0, self.baseline, numbers, reference)
+            episode.gain = gain(episode.verdict, c, self.history, numbers)
+            self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 
     # -- information, and no progress --------------------------------------------------------------------------------
 
@@ -492,56 +368,18 @@ class Watch:
             if verdict is not None:
                 self.episodes.latent("model", verdict, self.attempt)
 
-    def _progress(self, now: int) -> None:
+    def _against_standstill(self, now: int) -> None:
         history = self.history
-        if history is None or history.count < PEERS:
+        if history is None or not hang.is_suspect(history, now):
+            self.episodes.gone("hang", history.newest if history else now)
             return
-        still = (now - history.newest) / 1e9
-        if still < HANG_SUSPECT_S and not self.episodes.open("hang"):
-            return
-        durations = history.floats("duration", history.numbers(history.count - WINDOW))
-        median, high = float(np.median(durations)), float(np.quantile(durations, 0.95))
-        if still < max(5 * high, HANG_SUSPECT_S):
-            self.episodes.gone("hang", history.newest)
-            return
-        running = [info for info in self.job.ranks.values() if info.state == "running"]
-        heard = [info for info in running if now - info.last <= ALIVE_S * 1e9]
-        if len(running) < len(self.job.ranks) or not heard:
-            return  # ranks that exited do not hang, and ranks of whom nothing is heard may have been killed
-        verdict = hanging(self.trace, self.job, still, median)
+        still, usual, _ = hang.progress(history, now)
+        verdict = hang.verdict(self.trace, self.job, still, usual) if hang.is_alive(self.job, now) else None
         if verdict is None:
             return
         found = [Found(verdict, history.newest, history.count)]
         for episode in self.episodes.observe("hang", found, self.attempt):
             episode.lost, episode.ranks = still * self.job.world, self.job.world
-            episode.observed, episode.expected, episode.step, episode.gain = still, median, median, 1.0
-            if still >= max(10 * median, HANG_S):
+            episode.observed, episode.expected, episode.step, episode.gain = still, usual, usual, 1.0
+            if hang.is_certain(history, now):
                 self.episodes.confirm(episode, now, 0, at_once=True)
-
-
-def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
-    """Mean parts and own work of healthy cycles, without the tenth that took longest: pauses are not the usual."""
-    duration = history.floats("duration", numbers)
-    kept = numbers[duration <= np.quantile(duration, 0.9)] if len(numbers) >= 10 else numbers
-    return history.floats("parts", kept).mean(axis=0), history.floats("own", kept).mean(axis=0)
-
-
-def _only(grown: Floats, columns: tuple[int, ...]) -> Floats:
-    """The growth [C,R] of these columns; of all where none is named."""
-    if not columns:
-        return grown
-    kept = np.zeros_like(grown)
-    kept[:, columns] = grown[:, columns]
-    return kept
-
-
-def _share(those: npt.NDArray[np.bool_], values: Floats) -> Floats:
-    """[R] share of the cycles in which it is so, of those with a value; NaN where there is none."""
-    known = ~np.isnan(values)
-    count = known.sum(axis=0)
-    return np.where(count > 0, (those & known).sum(axis=0) / np.maximum(count, 1), nan)
-
-
-def _latest(values: Floats) -> Floats:
-    latest: Floats = values[-1]
-    return latest

@@ -57,8 +57,6 @@ def compared(
         "empty": np.full(len(hosts), np.nan),
         "full": np.full(len(hosts), np.nan),
         "workers": np.full(len(hosts), np.nan),
-        "cycles": 20,
-        "cycles_before": 200,
         "sync_bytes": 16e6,
         "from_start": False,
     }
