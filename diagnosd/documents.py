@@ -67,7 +67,7 @@ class Parallel(_Document, frozen=True):
     schedule: str | None = None
 
 
-class Data(_Document, frozen=True):
+class Loading(_Document, frozen=True):
     bytes_per_sample: float | None = None
     path: str | None = None
     workers: int | None = None
@@ -95,7 +95,7 @@ class JobSpec(_Document, frozen=True):
     dtype: str | None = None
     grad_dtype: str | None = None
     recompute: str | None = None
-    data: Data | None = None
+    data: Loading | None = None
     checkpoint: Checkpoint | None = None
     ranks: tuple[Rank, ...] | None = None
 
