@@ -447,7 +447,7 @@ from pathlib import Path
 from zstandard import compress
 from diagnosd.point import encode
 from diagnosd.recording import read
-from benchmarks.mix import mix
+from tests.benchmarks.mix import mix
 text, times = encode(mix(seconds=10)), {times}
 if not Path({str(tmp_path / name)!r}).exists():
     Path({str(tmp_path / name)!r}).write_bytes({make})

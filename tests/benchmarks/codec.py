@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from diagnosd import recording
 from diagnosd.point import Decoder, encode
+
 from .mix import mix
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from time import process_time
 from diagnosd import analyzer, recording
 from diagnosd.analysis import Analysis
 from diagnosd.point import encode
+
 from .mix import mix
 
 ROUNDS = 5
