@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 KEEP = 1024  # cycles: five windows of the baseline
-LOST_S = 10.0  # a step that a rank has not sent so long after the others' will not come: three times the lateness
+LOST_S = 10.0  # what a rank has not sent so long after the others will not come: three times the lateness
 REALIGN = 25  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
 _MINOR = 0.01  # of a cycle: a checkpoint or an evaluation that takes less does not change what kind of step it is
 
@@ -76,7 +76,7 @@ class History:
         fresh = np.flatnonzero(ended > self.newest)
         if not fresh.size:
             return
-        complete = (steps.end[fresh] > 0).all(axis=1) | (ended[fresh] < now - int(LOST_S * 1e9))
+        complete = _is_settled(steps.end)[fresh] | (ended[fresh] < now - int(LOST_S * 1e9))
         ready = fresh if complete.all() else fresh[: int(complete.argmin())]
         if not ready.size:
             return
@@ -130,6 +130,13 @@ class History:
             new[: kept - drop] = old[drop:kept]
             self._arrays[name] = new
         self.first += drop
+
+
+def _is_settled(end: Ints) -> Bools:
+    """[S] whether each rank has sent the step, or a later one: then it was lost."""
+    later = np.maximum.accumulate(end[::-1] > 0, axis=0)[::-1]
+    settled: Bools = np.logical_and.reduce(later, axis=1)
+    return settled
 
 
 def _those(cycles: Cycles, keep: Bools) -> Cycles:

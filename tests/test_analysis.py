@@ -300,3 +300,12 @@ def test_the_end_of_a_job_is_told_while_others_go_on() -> None:
 
 def _order(point: Point) -> tuple[int, str]:
     return point.time, point.series.key
+
+
+def test_steps_that_a_rank_lost_on_the_way_delay_nothing() -> None:
+    points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
+    holes = [p for p in points if not (p.series.tag("rank") == "1" and p.fields.get("step", 0) % 9 == 8)]
+    whole, part = one(judge(points)[0]), one(judge(holes)[0])
+    assert len(holes) < len(points)
+    assert part["cause"] == whole["cause"]
+    assert seconds(part, "detected") <= seconds(whole, "detected") + 2
