@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from diagnosd.analysis.decompose import OWN, PART
 from diagnosd.analysis.history import History, Ints
-from diagnosd.analysis.rates import Increments, increments
+from diagnosd.analysis.rates import increments
 from diagnosd.analysis.samples import Numbers
 from diagnosd.analysis.trace import Job, Trace
 from diagnosd.point import Series
@@ -25,8 +25,31 @@ RECENT = 60  # cycles of a long slowdown that evidence is computed from
 PAST_S = 60.0  # counters before the onset: enough for a dozen samples at 5 s, near enough to be the same conditions
 SETTLE_S = 0.5  # smoothed values (rtt) take a few round trips to follow
 
+TALKS = 0.05  # a connection that carries less than this of the busiest one's bytes is control traffic
+
 # Who was last in this share of the cycles may be what the others wait for; by chance one of n ranks is in 1/n of them.
 OFTEN_LAST = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection from host to host, None where nobody knows whose address it is; bytes a second, NaN: unknown."""
+
+    sender: str
+    receiver: str | None
+    series: Series
+    bytes_now: float
+    bytes_before: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.sender} -> {self.receiver or self.series.tag('peer')}"
+
+    @property
+    def carries(self) -> float:
+        """Bytes a second before, or now where there is no before."""
+        known = [rate for rate in (self.bytes_before, self.bytes_now) if rate > 0]
+        return known[0] if known else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +80,8 @@ class Comparison:
     workers: Floats  # [R] loader workers; NaN where unknown
     sync_bytes: float  # median size of the collective; NaN where unknown
     from_start: bool
-    _grown: dict[tuple[str, str], Increments] = field(default_factory=dict, repr=False)
+    _rates: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _gauges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @property
     def step(self) -> float:
@@ -109,15 +133,44 @@ class Comparison:
     def rate(self, series: Series, name: str) -> tuple[float, float]:
         """Mean growth per second of a counter during and before; NaN where unknown."""
         key = (series.key, name)
-        grown = self._grown.get(key)
-        if grown is None:
-            grown = self._grown[key] = increments(*self.trace.samples(series, name))
-        return grown.mean(*self.during), grown.mean(*self.before) if self.before else float("nan")
+        if key not in self._rates:
+            grown = increments(*self.trace.samples(series, name))
+            self._rates[key] = grown.mean(*self.during), grown.mean(*self.before) if self.before else nan
+        return self._rates[key]
 
     def gauge(self, series: Series, name: str) -> tuple[float, float]:
         """Mean of a gauge's samples during and before; NaN where there was none."""
-        times, values = self.trace.samples(series, name)
-        return _mean(times, values, self.during), _mean(times, values, self.before) if self.before else float("nan")
+        key = (series.key, name)
+        if key not in self._gauges:
+            times, values = self.trace.samples(series, name)
+            before = _mean(times, values, self.before) if self.before else nan
+            self._gauges[key] = _mean(times, values, self.during), before
+        return self._gauges[key]
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """The connections between hosts that carry the job's bytes."""
+        by_address, found = self._addresses(), []
+        for host, series in self.series("diagnosd_socket", self.all_hosts, job=self.job.name):
+            peer = series.tag("peer") or ""
+            receiver = by_address.get(peer) or self._the_other(host)
+            if peer not in ("other", "127.0.0.1", "::1") and receiver != host:
+                found.append(Link(host, receiver, series, *self.rate(series, "bytes_sent")))
+        busiest = max((link.carries for link in found), default=0.0)
+        return [link for link in found if busiest > 0 and link.carries >= TALKS * busiest]
+
+    def _addresses(self) -> dict[str, str]:
+        """Address to host, as the machines' inventories and the ranks told them."""
+        found = {address: info.host for info in self.job.ranks.values() for address in info.addresses}
+        for host in self.all_hosts:
+            inventory = self.trace.inventory(host)
+            for nic in (inventory.nics if inventory else None) or ():
+                found.update(dict.fromkeys(nic.addresses or (), host))
+        return found
+
+    def _the_other(self, host: str) -> str | None:
+        rest = set(self.all_hosts) - {host}
+        return rest.pop() if len(rest) == 1 else None
 
     def count(self, series: Series, name: str) -> int:
         """Samples during."""
@@ -136,7 +189,7 @@ class Comparison:
 
 def _mean(times: Floats, values: Numbers, window: Window) -> float:
     first, last = np.searchsorted(times, window)
-    return float(values[first:last].mean()) if last > first else float("nan")
+    return float(values[first:last].mean()) if last > first else nan
 
 
 def compare(trace: Trace, job: Job, history: History, against: str, healthy: Ints, numbers: Ints) -> Comparison | None:

@@ -12,8 +12,8 @@ from diagnosd.analysis.episodes import Episode
 from diagnosd.analysis.history import History
 
 
-def price(episode: Episode, share: float, baseline: Baseline, numbers: Ints, reference: Reference | float) -> None:
-    """Add its newest cycles: the excess over the reference (a float: seconds a step), of which `share` is its doing.
+def price(episode: Episode, baseline: Baseline, numbers: Ints, reference: Reference | float) -> None:
+    """Add its newest cycles: its share of the excess over the reference (a float: seconds a step).
 
     A suspicion may still change its onset, so it is priced anew each time.
     """
@@ -28,10 +28,10 @@ def price(episode: Episode, share: float, baseline: Baseline, numbers: Ints, ref
     else:
         expected = np.full(len(fresh), reference)
         episode.step, episode.scatter = reference, 0.0
-    episode.lost += share * float((observed - expected).sum()) * episode.ranks
+    episode.lost += episode.share * float((observed - expected).sum()) * episode.ranks
     episode.observed += float(observed.sum())
     episode.expected += float(expected.sum())
-    episode.counted = int(numbers[-1]) + 1
+    episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
 
 
 def gain(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> float:

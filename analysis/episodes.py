@@ -83,6 +83,7 @@ class Episode:
     scatter: float = 0.0  # of single healthy steps, as a share of the step
     gain: float = 0.0
     ranks: int = 0
+    share: float = 1.0  # of the loss of its cycles, where several causes share it
     counted: int = 0  # cycles before this number are in the sums
     told: dict[str, Any] = field(default_factory=dict)
     told_at: int = 0

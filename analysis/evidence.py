@@ -19,13 +19,12 @@ from math import isnan, log, nan
 import numpy as np
 
 from diagnosd.analysis import bounds
-from diagnosd.analysis.compare import Comparison
+from diagnosd.analysis.compare import Comparison, Link
 from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, PART
 from diagnosd.point import Series
 
 MSS = 1448  # bytes in a full TCP segment on Ethernet with timestamps
 WIRE_OVER_PAYLOAD = 1.10  # bytes on an interface for one of payload: headers 4.6 %, acknowledgements up to 4.6 %
-TALKS = 0.05  # a connection that carries less than this of the busiest one's bytes is control traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,57 +175,10 @@ def from_the_start(c: Comparison) -> Iterator[Reading]:
 # -- socket: the kernel's view of each connection --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    sender: str
-    receiver: str | None
-    series: Series
-    bytes_now: float
-    bytes_before: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.sender} -> {self.receiver or self.series.tag('peer')}"
-
-
-def links(c: Comparison) -> list[Link]:
-    """The connections between hosts that carry the job's bytes. Bytes a second now and before."""
-    by_address = addresses(c)
-    found = []
-    for host, series in c.series("diagnosd_socket", c.all_hosts, job=c.job.name):
-        peer = series.tag("peer") or ""
-        receiver = by_address.get(peer) or _the_other(c, host)
-        if peer in ("other", "127.0.0.1", "::1") or receiver == host:
-            continue
-        now, before = c.rate(series, "bytes_sent")
-        found.append(Link(host, receiver, series, now, before))
-    busiest = max((_either(link) for link in found), default=0.0)
-    return [link for link in found if busiest > 0 and _either(link) >= TALKS * busiest]
-
-
-def _either(link: Link) -> float:
-    return float(np.nan_to_num(link.bytes_before) or np.nan_to_num(link.bytes_now))
-
-
-def addresses(c: Comparison) -> dict[str, str]:
-    """Address to host, as the machines' inventories and the ranks told them."""
-    found = {address: info.host for info in c.job.ranks.values() for address in info.addresses}
-    for host in c.all_hosts:
-        inventory = c.trace.inventory(host)
-        for nic in (inventory.nics if inventory else None) or ():
-            found.update(dict.fromkeys(nic.addresses or (), host))
-    return found
-
-
-def _the_other(c: Comparison, host: str) -> str | None:
-    rest = set(c.all_hosts) - {host}
-    return rest.pop() if len(rest) == 1 else None
-
-
 def _of_links(
     c: Comparison, name: str, sign: int, threshold: float, width: float, what: str, subtype: str
 ) -> Iterator[Reading]:
-    for link in links(c):
+    for link in c.links:
         now, before = c.gauge(link.series, name)
         if _known(now, before) and before > 0:
             how = strength(sign * _ratio(now, before), threshold, width)
@@ -254,7 +206,7 @@ def retransmits(c: Comparison) -> Iterator[Reading]:
 
     Twice as many, and 3 in 1000 more, which is what costs cubic a tenth of its rate at a millisecond.
     """
-    for link in links(c):
+    for link in c.links:
         now, before = (_resent(c, link, which) for which in (0, 1))
         if not _known(now, before):
             continue

@@ -11,7 +11,7 @@ import numpy as np
 
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import COMPUTE, HOST
-from diagnosd.analysis.evidence import Evidence, interfaces, links
+from diagnosd.analysis.evidence import Evidence, interfaces
 
 # A link whose signs reach this share of the worst one's shows the same trouble.
 ALIKE = 0.7
@@ -134,7 +134,7 @@ def _queues(c: Comparison) -> dict[Way, float]:
     """Bytes that the senders wrote and that are not acknowledged yet, on average; none where too few samples tell."""
     return {
         (link.sender, link.receiver): float(np.nan_to_num(c.gauge(link.series, "send_queue")[0]))
-        for link in links(c)
+        for link in c.links
         if link.receiver is not None and c.count(link.series, "send_queue") >= SAMPLES
     }
 

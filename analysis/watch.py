@@ -35,6 +35,7 @@ LEAST_S = 3.0  # of a past: a shorter one holds no two samples of what is read e
 FIRST_LOOK, FIRST_LOOK_S = 6, 5.0  # cycles after the warm-up, and their seconds, before a bound or peers are consulted
 SKIP = 2  # the first cycles: buffers grow, connections open, caches fill
 PEERS, PEERS_S = 20, 10.0
+REJUDGE_S = 5.0  # what is told and agreed upon is weighed anew with each sample of the slowest connection counters
 EARLY = 100  # cycles within which what was so from the start has shown; later the job's past judges
 APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machines differ by 1 % (diagnosis.md 1.2)
 COSTLY = 0.10  # and what that must cost, of the step
@@ -54,6 +55,7 @@ class Watch:
         self.history: History | None = None
         self.baseline = Baseline()
         self.slowdown: Slowdown | None = None
+        self.judged = 0  # ns: when the evidence of the slowdown was last weighed
         self.cleared = 0  # cycles before this one are judged
         self.checkpoints = Checkpoints()
 
@@ -147,13 +149,19 @@ class Watch:
         if self.slowdown is not None and self._is_over(told):
             return
         if not told:
-            self._look_for_alarm()
+            self._look_for_alarm(now)
         if self.slowdown is None:
             reference = self.baseline.reference()
             if reference is not None:
                 self.baseline.notice_faster(reference)
             return
         numbers = self._usable(self.slowdown.onset)
+        settled = told and all(episode.missed == 0 for episode in self.episodes.open("past"))
+        if settled and now - self.judged < REJUDGE_S * 1e9:
+            for episode in self.episodes.open("past"):
+                price(episode, self.baseline, numbers, self.slowdown.reference)
+            return
+        self.judged = now
         comparison = self._compare("past", self.slowdown.healthy, numbers)
         if comparison is None:
             return
@@ -161,7 +169,7 @@ class Watch:
         touched = self.episodes.observe("past", found, self.attempt)
         self._account(touched, comparison, self.slowdown.reference, numbers, now)
 
-    def _look_for_alarm(self) -> None:
+    def _look_for_alarm(self, now: int) -> None:
         """Begin a suspicion, or move it: what first looked like noise in one channel may become a fault in another."""
         reference = self.slowdown.reference if self.slowdown else self.baseline.reference()
         alarm = self.baseline.alarm(reference, self.cleared) if reference else None
@@ -171,6 +179,7 @@ class Watch:
         healthy = taught[taught < alarm.onset]
         if len(healthy) < LEAST or self.baseline.rows(healthy)[:, 0].sum() < LEAST_S:
             self.baseline.begin(alarm.onset)  # so little of it was as before that it was still warming up
+            self.episodes.gone("past", now)
             self.slowdown = None
             return
         self.baseline.mark(self.cleared, self.baseline.count, healthy=True)
@@ -351,7 +360,8 @@ class Watch:
         shares = [c.share(*episode.verdict.claims) if episode.verdict.claims else 1.0 for episode in named]
         for episode, share in zip(named, shares, strict=True):
             episode.ranks = self.job.world
-            price(episode, share / sum(shares) if len(named) > 1 else 1.0, self.baseline, numbers, reference)
+            episode.share = share / sum(shares) if len(named) > 1 else 1.0
+            price(episode, self.baseline, numbers, reference)
             episode.gain = gain(episode.verdict, c, self.history, numbers)
             self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 
