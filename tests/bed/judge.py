@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from .run import Run
 
 # An engineer who is told within a quarter of a minute still sees what is going on.
 PROMPT_S = 15.0
+
+# What was found and since when, which stay the same when an episode goes on after it seemed to be over.
+CONFIRMED = re.compile(r"^diagnosd: confirmed: (.+?),.*(since .+)$", re.MULTILINE)
 
 Document = dict[str, Any]
 
@@ -57,7 +61,7 @@ def judge(run: Run, said: Sequence[Document]) -> Verdict:
 def told_live(run: Run, said: Sequence[Document]) -> bool:
     """Whether the agent that analyzed while the job ran confirmed what the replay of its recording does."""
     confirmed = [document for document in said if "detected" in document]
-    return len(confirmed) == run.live.count("\ndiagnosd: confirmed: ")
+    return len(confirmed) == len(set(CONFIRMED.findall(run.live)))
 
 
 def expected(run: Run, document: Document) -> bool:
