@@ -13,8 +13,8 @@ from .run import Run
 # An engineer who is told within a quarter of a minute still sees what is going on.
 PROMPT_S = 15.0
 
-# What was found and since when, which stay the same when an episode goes on after it seemed to be over.
-CONFIRMED = re.compile(r"^diagnosd: confirmed: (.+?),.*(since .+)$", re.MULTILINE)
+# What was found and since when: these stay while its place becomes clearer, and when it goes on after it seemed over.
+CONFIRMED = re.compile(r"^diagnosd: confirmed: (.+?)(?: at |,).*(since .+)$", re.MULTILINE)
 
 Document = dict[str, Any]
 
