@@ -127,7 +127,7 @@ def block(fields: Sequence[Mapping[str, Value]], names: Sequence[str], dtype: np
     missing = [name for name in names if name not in fields[0]]
     shape = (len(fields), len(names))
     try:
-        if not present or any(name in each for name in missing for each in fields):
+        if not present or not all(each.keys().isdisjoint(missing) for each in fields):
             raise KeyError
         rows = map(itemgetter(*present), fields)
         found = np.fromiter(chain.from_iterable(rows) if len(present) > 1 else rows, dtype, len(fields) * len(present))

@@ -8,6 +8,7 @@ not rise (a framework that counts anew each epoch), a new lap begins, and the ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -159,9 +160,7 @@ class Grid:
         if not self._pending:
             return
         arrivals, self._pending = self._pending, []
-        if (
-            self._high - self._low >= self.keep
-        ):  # what is older than all that is kept would only be laid out and dropped
+        if self._high - self._low >= self.keep:  # older ones would only be laid out and dropped
             arrivals = [arrival for arrival in arrivals if arrival[0] >= self._keys[self._low]]
         self._make_room(arrivals)
         oldest, rows, columns, points = int(self._keys[self._low]), [], [], []
@@ -170,22 +169,23 @@ class Grid:
                 rows.append(self._row[key])
                 columns.append(self._column[rank])
                 points.append(point)
-        self._put((rows, columns), points)
+        if points:
+            self._put((np.array(rows), np.array(columns)), points)
 
-    def _put(self, cells: tuple[list[int], list[int]], points: list[Point]) -> None:
-        if not points:
-            return
+    def _put(self, cells: tuple[Ints, Ints], points: list[Point]) -> None:
         fields = [point.fields for point in points]
         self._end[cells] = [point.time for point in points]
-        self._codes[cells] = [self._coded(each) for each in fields]
+        codes = chain.from_iterable(map(self._coded, fields))
+        self._codes[cells] = np.fromiter(codes, np.int8, 3 * len(fields)).reshape(-1, 3)
         instants = block(fields, INSTANTS, np.dtype(np.int64), ABSENT)
-        seconds = np.where(instants == ABSENT, np.nan, (instants - self._origin) / 1e9)
-        values = block(fields, COLUMNS, np.dtype(np.float64), np.nan)
-        self._values[cells] = np.concatenate([values, seconds], axis=1)
+        values = self._values[cells]
+        values[:, : len(COLUMNS)] = block(fields, COLUMNS, np.dtype(np.float64), np.nan)
+        values[:, len(COLUMNS) :] = np.where(instants == ABSENT, np.nan, (instants - self._origin) / 1e9)
+        self._values[cells] = values
 
     def _make_room(self, arrivals: list[_Arrival]) -> None:
         """A row for each key and a column for each rank. Nearly always the new keys follow the old ones."""
-        fresh = sorted({key for key, _, _, _ in arrivals} - self._row.keys())
+        fresh = sorted({key for key, _, _, _ in arrivals if key not in self._row})
         strangers = {rank: host for _, rank, host, _ in arrivals if rank not in self._column}
         in_order = self._high and fresh and fresh[0] > self._keys[self._high - 1]
         if strangers or self._high + len(fresh) > len(self._keys) or (fresh and not in_order):
