@@ -19,6 +19,7 @@ Bools = npt.NDArray[np.bool_]
 KEEP = 1024  # cycles: five windows of the baseline
 LOST_S = 10.0  # what a rank has not sent so long after the others will not come: three times the lateness
 REALIGN = 25  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
+SILENT_S = 30.0  # a rank that has sent no step for so long, while others did, is left out until it does: 30 heartbeats
 _MINOR = 0.01  # of a cycle: a checkpoint or an evaluation that takes less does not change what kind of step it is
 
 _CHANNEL_PARTS = {"load": ("data_wait",), "transfer": NETWORK, "compute": COMPUTE, "host": HOST}
@@ -130,6 +131,13 @@ class History:
             new[: kept - drop] = old[drop:kept]
             self._arrays[name] = new
         self.first += drop
+
+
+def of_those_heard(steps: Steps) -> Steps:
+    """The steps of the ranks that still send some: one whose telemetry died must not blind us to the others."""
+    newest = steps.end.max(axis=0)
+    heard = np.flatnonzero(newest >= newest.max() - int(SILENT_S * 1e9))
+    return steps if len(heard) == len(newest) else steps.of(heard)
 
 
 def _is_settled(end: Ints) -> Bools:

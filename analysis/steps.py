@@ -62,6 +62,13 @@ class Steps:
     def __len__(self) -> int:
         return len(self.number)
 
+    def of(self, columns: npt.NDArray[np.intp]) -> Steps:
+        """The steps of some ranks, by their columns."""
+        ranks = tuple(self.ranks[column] for column in columns)
+        hosts = tuple(self.hosts[column] for column in columns)
+        values, codes = self._values[:, columns], self._codes[:, columns]
+        return Steps(self.attempt, self.number, ranks, hosts, self.end[:, columns], self.groups, values, codes)
+
     def column(self, name: str) -> Floats:
         """[S,R] in SI units, NaN where absent; sync_enter and sync_exit in seconds since the trace's origin."""
         return self._values[..., _PLACE[name]]

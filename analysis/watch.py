@@ -23,7 +23,7 @@ from diagnosd.analysis.cost import gain, price
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import least_transfer
-from diagnosd.analysis.history import History
+from diagnosd.analysis.history import History, of_those_heard
 from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, Slowdown
 from diagnosd.analysis.trace import Job, Trace
 
@@ -119,9 +119,10 @@ class Watch:
         steps = self.job.steps()
         if not len(steps):
             return False
+        steps = of_those_heard(steps)
         if self.history is None or self.history.ranks != steps.ranks:
             waited = now - self.job.first >= ASSEMBLE_S * 1e9
-            if len(steps.ranks) < self.job.world and not waited:
+            if len(steps.ranks) < self.job.world and not waited and self.history is None:
                 return False
             self._end(now)
             self._restart()

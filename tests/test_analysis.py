@@ -309,3 +309,11 @@ def test_steps_that_a_rank_lost_on_the_way_delay_nothing() -> None:
     assert len(holes) < len(points)
     assert part["cause"] == whole["cause"]
     assert seconds(part, "detected") <= seconds(whole, "detected") + 2
+
+
+def test_a_rank_that_falls_silent_does_not_hide_what_happens_to_the_others() -> None:
+    points, _ = job(Layout(ranks=4, seconds=100), Fault("bandwidth", 70, 90, 1, 0.2), seed=3)
+    heard = [p for p in points if p.series.tag("rank") != "3" or p.time < T0 + 20 * 10**9]
+    document = one(judge(heard)[0])
+    assert document["cause"] == "network_congestion"
+    assert seconds(document, "detected") + LATENESS - 70 <= TELL_WITHIN
