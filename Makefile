@@ -11,8 +11,8 @@ demo: .venv/analysis
 	@$(V)/diagnosd replay recordings/throttled_port
 	@echo; echo '$$ diagnosd run -- python -m diagnosd.demo         # a live job of two ranks, about 20 s'; echo
 	@$(V)/diagnosd run -- $(V)/python -m diagnosd.demo
-	@echo; echo 'Next, a training script of your own, unchanged:'; echo
-	@echo '    . .venv/bin/activate'
+	@echo; echo 'Next, a training script of your own, unchanged, in its own Python:'; echo
+	@echo '    export PATH="$$PATH:$(CURDIR)/$(V)"'
 	@echo '    diagnosd run --record slow.lp.zst -- torchrun --nproc-per-node 2 train.py'
 	@echo '    diagnosd replay slow.lp.zst'
 

@@ -4,7 +4,7 @@
 
 Each rank takes batches from a loader thread with a prefetch queue, works on them, and meets the other at a barrier, as
 data-parallel training does. The loader first answers faster than a step takes; then its storage answers slowly (a
-sleep stands for it), the queue runs empty, and the step waits.
+sleep stands for it), the queue runs empty, and the step waits. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -27,13 +28,18 @@ COMPUTE_S = 0.08
 FETCH_S = 0.04
 SLOW_FETCH_S = 0.19
 PREFETCH = 2
-BATCH = 16
+BATCH, BATCH_BYTES = 16, 1 << 16
 
 
 def load(batches: queue.Queue[bytes]) -> None:
-    for step in range(STEPS):
-        time.sleep(FETCH_S if step < SLOW_FROM else SLOW_FETCH_S)
-        batches.put(os.urandom(1 << 16))
+    """The slow storage serves every rank at the same pace: one that comes late for a batch need not wait as long."""
+    for _ in range(SLOW_FROM):
+        time.sleep(FETCH_S)
+        batches.put(os.urandom(BATCH_BYTES))
+    slow_since = time.monotonic()
+    for number in range(1, STEPS - SLOW_FROM + 1):
+        time.sleep(max(0.0, slow_since + number * SLOW_FETCH_S - time.monotonic()))
+        batches.put(os.urandom(BATCH_BYTES))
 
 
 def compute(batch: bytes, until: float) -> None:
@@ -42,6 +48,7 @@ def compute(batch: bytes, until: float) -> None:
 
 
 def train(rank: int, barrier: Barrier) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     batches: queue.Queue[bytes] = queue.Queue(maxsize=PREFETCH)
     threading.Thread(target=load, args=(batches,), daemon=True).start()
@@ -56,6 +63,7 @@ def train(rank: int, barrier: Barrier) -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be tidied up: no traceback from every process
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(RANKS)
     ranks = [spawn.Process(target=train, args=(rank, barrier)) for rank in range(RANKS)]
