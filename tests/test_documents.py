@@ -88,6 +88,12 @@ class TestEveryDocument:
             decode(bad)
 
 
+def test_what_our_own_inventory_tells_beside_the_contract_is_kept() -> None:
+    nics = decode_node('{"nics": [{"netdev": "eth0", "addresses": ["10.0.0.1", "fd00::1"]}]}').nics
+    assert nics
+    assert nics[0].addresses == ("10.0.0.1", "fd00::1")
+
+
 ranks = st.lists(
     st.builds(
         lambda rank, host, gpu: {"rank": rank, **({"host": host} if host else {}), **({"gpu": gpu} if gpu else {})},
