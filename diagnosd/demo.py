@@ -48,7 +48,7 @@ def compute(batch: bytes, until: float) -> None:
 
 
 def train(rank: int, barrier: Barrier) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: one that tidies up is enough
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     batches: queue.Queue[bytes] = queue.Queue(maxsize=PREFETCH)
     threading.Thread(target=load, args=(batches,), daemon=True).start()
@@ -63,14 +63,16 @@ def train(rank: int, barrier: Barrier) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be tidied up: no traceback from every process
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(RANKS)
     ranks = [spawn.Process(target=train, args=(rank, barrier)) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return max(abs(rank.exitcode or 0) for rank in ranks)
 
 
