@@ -121,7 +121,7 @@ def keep_recording(pick: Pick, done: Run, record: Path, into: Path) -> None:
     (target / "truth.json").write_text(json.dumps(truth) + "\n")
 
 
-def append(log: Path, pick: Pick, verdict: Verdict, load: quiet.Load, args: argparse.Namespace) -> None:
+def append(log: Path, pick: Pick, verdict: Verdict, load: quiet.Load, others: float) -> None:
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "scenario": str(pick),
@@ -130,8 +130,8 @@ def append(log: Path, pick: Pick, verdict: Verdict, load: quiet.Load, args: argp
         "delay_s": verdict.delay,
         "commit": commit(),
         "load": load.average,
-        "cpu_used": round(load.used, 3),
-        "busy": args.busy,
+        "cpu_used": round(load.used, 3),  # before the run
+        "cpu_others": round(others, 3),  # during the run
     }
     with log.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -148,6 +148,7 @@ def one(pick: Pick, args: argparse.Namespace) -> Verdict:
         print(f"the machine is busy: {load}, at most {quiet.BUSY:.0%} may be (--busy: all the same)", file=sys.stderr)
         raise SystemExit(CANNOT_RUN)
     print(f"== {pick}: {pick.scenario.story} ({load})", flush=True)
+    others = quiet.Others()
     with folder(keep=args.keep) as path:
         try:
             done, verdict = measure(pick, path, args)
@@ -157,9 +158,10 @@ def one(pick: Pick, args: argparse.Namespace) -> Verdict:
                 write_case(done, path / "record", ROOT / "recordings" / args.case)
         except BedError as error:
             verdict = Verdict(passed=False, text=f"the bed failed: {error}")
-    print(f"{'passed' if verdict.passed else 'FAILED'}: {pick}: {verdict.text}", flush=True)
+    taken = others.share()
+    print(f"{'passed' if verdict.passed else 'FAILED'}: {pick}: {verdict.text}; others took {taken:.0%} of the CPUs")
     if args.log:
-        append(args.log, pick, verdict, load, args)
+        append(args.log, pick, verdict, load, taken)
     return verdict
 
 

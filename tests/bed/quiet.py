@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,25 @@ def _jiffies() -> tuple[int, int]:
     user, nice, system, idle, iowait, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
     busy = user + nice + system + sum(interrupts)
     return busy, busy + idle + iowait
+
+
+class Others:
+    """What other programs take of the CPUs from now on: user time, because the kernel's goes to no process of the bed.
+
+    The bed's own is that of this process and of those that it has waited for.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def share(self) -> float:
+        everybody, own, total = (later - first for later, first in zip(self._now(), self._begin, strict=True))
+        return max(0.0, everybody - own) / max(1, total)
+
+    def _now(self) -> tuple[float, float, float]:
+        user, nice, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+        spent = [resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return user + nice, sum(spent) * os.sysconf("SC_CLK_TCK"), user + nice + sum(rest)
 
 
 def settled() -> Load:
