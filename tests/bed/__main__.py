@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     add("--size", type=float, help="how much longer a step is to become, as a share of itself")
     add("--repeat", type=int, default=1, metavar="N", help="the whole list N times")
     add("--record", type=Path, metavar="DIR", help="keep the recordings, a folder a run, each with truth.json")
-    add("--case", metavar="NAME", help="make recordings/NAME of the run")
+    add("--case", metavar="NAME", help="make recordings/NAME of the run, if it passed")
     add("--log", type=Path, metavar="FILE", help="append a line of JSON a run")
     add("--keep", action="store_true", help="keep everything the run wrote")
     add("--busy", action="store_true", help="run although the machine is busy")
@@ -154,7 +154,7 @@ def one(pick: Pick, args: argparse.Namespace) -> Verdict:
             done, verdict = measure(pick, path, args)
             if args.record:
                 keep_recording(pick, done, path / "record", args.record)
-            if args.case:
+            if args.case and verdict.passed:
                 write_case(done, path / "record", ROOT / "recordings" / args.case)
         except BedError as error:
             verdict = Verdict(passed=False, text=f"the bed failed: {error}")
