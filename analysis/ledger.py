@@ -50,21 +50,78 @@ DRAWS: Mapping[str, tuple[str, ...]] = {
 }
 
 SERIES = 1 << 17  # whose accounts are remembered; containers come and go, and their names with them
-_WHOLE_STEP = {"eval": "eval", "checkpoint": "checkpoint", "compile": "init"}  # by the step's kind
+_PHASES = (("checkpoint", "checkpoint"), ("eval", "eval"), ("comm", _COMM))
+_WHOLE_STEP: Mapping[object, str] = {
+    "eval": "eval",
+    "checkpoint": "checkpoint",
+    "compile": "init",
+}  # by the step's kind
 
 
 class _Rank:
     """One rank's account: `since` to `seen` is its time, of which what lies before `until` is booked."""
 
-    __slots__ = ("attempt", "exited", "seen", "since", "source", "stepped", "steps", "until")
+    __slots__ = ("attempt", "booked", "exited", "seen", "since", "source", "stepped", "steps", "until")
 
-    def __init__(self, time: int) -> None:
+    def __init__(self, time: int, booked: dict[str, int]) -> None:
         self.since = self.until = self.seen = time
+        self.booked = booked  # of its job
         self.attempt = 0
         self.source = 0
         self.steps = 0
         self.stepped = False  # in this attempt
         self.exited = False
+
+    def begin(self, attempt: int, time: int) -> bool:
+        """Whether a point of this attempt, seen at this time, counts. A new one closes the one before."""
+        if attempt <= self.attempt:
+            return attempt == self.attempt
+        first = not self.attempt and not self.stepped and not self.exited
+        self.attempt = attempt
+        if not first:  # else the rank was seen before its attempt was told
+            self.booked["unobserved" if self.stepped else "init"] += self.seen - self.until
+            self.booked["restart"] += max(0, time - self.seen)
+            self.until = self.seen = max(time, self.seen)
+            self.stepped = self.exited = False
+            self.source = 0
+        return True
+
+    def see(self, point: Point) -> None:
+        """A point that says that the rank exists, or that it has exited."""
+        fields, time = point.fields, point.time
+        attempt = fields.get("attempt", self.attempt)
+        if (isinstance(attempt, int) and not self.begin(attempt, time)) or self.exited:
+            return
+        self.seen = max(self.seen, time)
+        self.exited = fields.get("state") == "exited" and point.series.measurement == "diagnosd_rank"
+
+    def step(self, point: Point, source: int) -> None:
+        _, fields, end = point
+        start = _start(point)
+        attempt = fields.get("attempt", self.attempt)
+        if attempt != self.attempt and isinstance(attempt, int) and not self.begin(attempt, start):
+            return
+        if self.exited or source < self.source or end <= self.until:
+            return
+        booked = self.booked
+        if start > self.until:
+            booked["unobserved" if self.stepped else "init"] += start - self.until
+            self.until = start
+        left = end - self.until
+        self.until, self.source, self.stepped = end, source, True
+        self.seen = max(self.seen, end)
+        self.steps += 1
+        kind = fields.get("kind")
+        if kind in _WHOLE_STEP:
+            booked[_WHOLE_STEP[kind]] += left
+            return
+        for name, target in _PHASES:
+            seconds = fields.get(name)
+            if isinstance(seconds, float) and seconds > 0:
+                part = min(left, int(seconds * 1e9))
+                booked[target] += part
+                left -= part
+        booked[_OTHER] += left
 
 
 class _Account:
@@ -95,7 +152,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._routes: dict[Series, tuple[_Account, str] | None] = {}
+        self._routes: dict[Series, tuple[_Rank, int | None] | None] = {}
 
     @property
     def jobs(self) -> list[str]:
@@ -107,9 +164,13 @@ class Ledger:
             try:
                 route = routes[point.series]
             except KeyError:
-                route = self._open(point.series)
+                route = self._open(point)
             if route is not None:
-                _book(*route, point)
+                rank, source = route
+                if source is None:
+                    rank.see(point)
+                else:
+                    rank.step(point, source)
 
     def claim(self, job: str, claims: Mapping[str, int]) -> None:
         """What the diagnoses of this job cost so far, GPU-ns by cause; replaces what was claimed before."""
@@ -135,10 +196,18 @@ class Ledger:
         """GPU-ns of each class; they sum to gpu_ns exactly, and only `unexplained` may be negative."""
         return self._accounts[job].classes()
 
-    def _open(self, series: Series) -> tuple[_Account, str] | None:
-        job, rank, route = series.tag("job"), series.tag("rank"), None
-        if series.measurement in ("diagnosd_step", "diagnosd_rank", "diagnosd_process") and job and rank:
-            route = (self._accounts.setdefault(job, _Account()), rank)
+    def _open(self, point: Point) -> tuple[_Rank, int | None] | None:
+        """Whose account a series' points go to, and how good a source of steps it is, if it is one at all."""
+        series = point.series
+        job, name, source = series.tag("job"), series.tag("rank"), series.tag("source")
+        route = None
+        if series.measurement in ("diagnosd_step", "diagnosd_rank", "diagnosd_process") and job and name:
+            account = self._accounts.setdefault(job, _Account())
+            rank = account.ranks.get(name)
+            if rank is None:
+                rank = account.ranks[name] = _Rank(_start(point), account.booked)
+            quality = SOURCES.index(source) if source in SOURCES else 0
+            route = (rank, quality if series.measurement == "diagnosd_step" else None)
         if len(self._routes) >= SERIES:
             self._routes.clear()
         self._routes[series] = route
@@ -160,62 +229,7 @@ def _draw(classes: dict[str, int], cause: str, claimed: int) -> None:
     classes["unexplained"] -= left
 
 
-def _book(account: _Account, name: str, point: Point) -> None:
-    series, fields, time = point
-    rank = account.ranks.get(name)
-    step = series.measurement == "diagnosd_step"
-    duration = fields.get("duration") if step else None
-    start = time - int(duration * 1e9) if isinstance(duration, float) and 0 <= duration < 1e9 else time
-    if rank is None:
-        rank = account.ranks[name] = _Rank(start)
-    attempt = fields.get("attempt")
-    if isinstance(attempt, int) and attempt != rank.attempt:
-        if attempt < rank.attempt:
-            return
-        _begin_attempt(account, rank, attempt, start)
-    if fields.get("state") == "exited" and series.measurement == "diagnosd_rank":
-        rank.seen = rank.seen if rank.exited else max(rank.seen, time)
-        rank.exited = True
-    elif not rank.exited:
-        rank.seen = max(rank.seen, time)
-        if step:
-            _book_step(account, rank, point, start)
-
-
-def _begin_attempt(account: _Account, rank: _Rank, attempt: int, time: int) -> None:
-    """Close the attempt that is over; the time until the first sign of the next one went into the restart."""
-    first = not rank.attempt and not rank.stepped and not rank.exited
-    rank.attempt = attempt
-    if first:  # the rank was seen before its attempt was told
-        return
-    account.booked["unobserved" if rank.stepped else "init"] += rank.seen - rank.until
-    account.booked["restart"] += max(0, time - rank.seen)
-    rank.until = rank.seen = max(time, rank.seen)
-    rank.stepped = rank.exited = False
-    rank.source = 0
-
-
-def _book_step(account: _Account, rank: _Rank, point: Point, start: int) -> None:
-    series, fields, end = point
-    source = series.tag("source")
-    quality = SOURCES.index(source) if source in SOURCES else 0
-    if quality < rank.source or end <= rank.until:
-        return
-    booked = account.booked
-    if start > rank.until:
-        booked["unobserved" if rank.stepped else "init"] += start - rank.until
-        rank.until = start
-    left = end - rank.until
-    kind = fields.get("kind")
-    if kind in _WHOLE_STEP:
-        booked[_WHOLE_STEP[kind]] += left
-        left = 0
-    for name, target in (("checkpoint", "checkpoint"), ("eval", "eval"), ("comm", _COMM)):
-        seconds = fields.get(name)
-        if isinstance(seconds, float) and seconds > 0:
-            part = min(left, int(seconds * 1e9))
-            booked[target] += part
-            left -= part
-    booked[_OTHER] += left
-    rank.until, rank.source, rank.stepped = end, quality, True
-    rank.steps += 1
+def _start(point: Point) -> int:
+    """When a step began; a point that does not say has no length."""
+    duration = point.fields.get("duration")
+    return point.time - int(duration * 1e9) if isinstance(duration, float) and 0 <= duration < 1e9 else point.time

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import platform
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 from time import process_time
 
 from diagnosd import analyzer, recording
-from diagnosd.analysis import Analysis
 from diagnosd.point import encode
 
 from .mix import mix
@@ -30,12 +30,8 @@ def record(path: Path) -> tuple[int, int]:
 
 
 def replay(path: Path) -> str:
-    analysis, findings = Analysis("bench"), analyzer.Findings()
-    for points in recording.read(path):
-        findings.note(analysis.feed(points))
-    findings.note(analysis.finish())
-    told = io.StringIO()
-    analyzer.conclude(findings.documents, analysis.summary(), "json", told)
+    with redirect_stdout(io.StringIO()) as told:
+        analyzer.replay(path, "json")
     return told.getvalue()
 
 
