@@ -91,12 +91,13 @@ class Watch:
         return self.slowdown is not None or any(episode.is_open for episode in self.episodes.all)
 
     def status(self) -> dict[str, Any]:
-        """For a live line: steps so far, the usual step, and what is suspected."""
+        """For a live line: steps so far, the usual step, seconds since the last one, and what is suspected."""
         reference = self.baseline.reference()
         suspects = [e.verdict.cause for e in self.episodes.all if e.is_open]
         return {
             "steps": self.history.count if self.history else 0,
             "step_s": reference and reference.step,
+            "still_s": (self.trace.now - self.history.newest) / 1e9 if self.history else None,
             "open": suspects,
         }
 
@@ -238,8 +239,10 @@ class Watch:
         own past.
         """
         started = self.baseline.count <= EARLY or self.episodes.open(origin)
+        if not started or self.slowdown is not None:
+            return None
         numbers = self.baseline.usable(SKIP, healthy=True)[-RECENT:]
-        if not started or self.slowdown is not None or len(numbers) < least:
+        if len(numbers) < least:
             return None
         spent = float(self.baseline.rows(numbers)[:, 0].sum())
         return numbers if spent >= least_s else None
