@@ -3,7 +3,7 @@
 A cause is added here and in evidence.ROWS, nowhere else. `prior` is its log-odds before any evidence, on a cluster
 whose fabric is shared; `claims` are the parts of a step it can explain; `least` is what it must cost, as a share of the
 step, to be a cause of this slowdown and not a mere presence (diagnosis.md 2.4, vetoes). `{host}`, `{nic}`, `{rank}` and
-`{path}` in `next` are filled from the verdict.
+`{path}` in `next` are filled from the verdict, and `{loader}` with who loads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ class Cause:
     least: float
     next: str
     network: bool = False  # needs a network between hosts
+    peers: bool = False  # needs other ranks, who wait
     from_start: bool | None = None  # whether it is there from the first step, or begins; None: either
     subtypes: Mapping[str, Subtype] = field(default_factory=dict)
+
+    def can_befall(self, hosts: int, ranks: int) -> bool:
+        """Whether a job of so many hosts and ranks has what the cause needs."""
+        return (hosts > 1 or not self.network) and (ranks > 1 or not self.peers)
 
 
 CAUSES = {
@@ -74,10 +79,10 @@ CAUSES = {
             claims=("data_wait",),
             prior=-2.5,
             least=0.02,  # diagnosis.md 2.4
-            next="On {host}: py-spy dump of a loader worker of {rank}: what does it wait for?",
+            next="On {host}: py-spy dump of {loader}: what does it wait for?",
             subtypes={
                 "loader_cpu": Subtype(
-                    "its workers have no more processor time",
+                    "its loader has no more processor time",
                     "job",
                     "Raise num_workers in the DataLoader of {rank}, or do less per sample.",
                 ),
@@ -87,7 +92,7 @@ CAUSES = {
                 "loader_slow": Subtype(
                     "its loader waits for something that is neither processor nor local disk",
                     "job",
-                    "On {host}: py-spy dump of a loader worker of {rank}: what does it wait for?",
+                    "On {host}: py-spy dump of {loader}: what does it wait for?",
                 ),
             },
         ),
@@ -128,6 +133,7 @@ CAUSES = {
             prior=-2.5,
             least=0.02,
             next="On {host}: top -H; nvidia-smi -q -d CLOCK,PERFORMANCE: what else runs there, does it throttle?",
+            peers=True,
             subtypes={
                 "cpu_quota": Subtype(
                     "its CPU quota is used up",
@@ -177,14 +183,22 @@ CAUSES = {
         ),
         Cause(
             "communication_bound",
-            "by design, most of each step goes into communication",
+            "by design, at least a fifth of each step goes into communication",
             "job",
             claims=(),
             prior=0.0,
             least=0.2,
             next="",
         ),
-        Cause("unknown", "slower, and nothing measured says why", "job", claims=(), prior=0.0, least=0.05, next=""),
+        Cause(
+            "unknown",
+            "slower, and nothing measured says why",
+            "job",
+            claims=(),
+            prior=0.0,
+            least=0.10,  # less than a tenth of the step, without a cause to act on, is no reason to bother anybody
+            next="",
+        ),
     )
 }
 

@@ -18,7 +18,8 @@ import numpy as np
 from diagnosd.analysis.causes import CAUSES, RIVALS, Cause
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import NETWORK, PART
-from diagnosd.analysis.evidence import DECLARE, Evidence, Row, collect, least_transfer
+from diagnosd.analysis.evidence import DECLARE, MATTERS, Evidence, Row, collect, least_transfer, sources
+from diagnosd.analysis.figures import percent, seconds
 from diagnosd.analysis.localize import Place, assets, where
 
 NAMED = 0.6  # diagnosis.md 2.4: to start with
@@ -27,6 +28,8 @@ SUPPORTS = 0.8  # what a group must add to count as one of two
 EXPLAINS = 0.3  # share of the loss; with less, something else is the cause
 ALSO = 0.25  # share of the loss from which on a second cause is named beside the first
 SUREST = 0.98  # nothing here was fitted on enough episodes to say more
+TOLD = 0.3  # log-odds, below which a reading is not worth a line
+TABLE, FOR, AGAINST = 7, 5, 2  # lines of evidence that a reader takes in; what is left of them rules the rivals out
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def classify(c: Comparison) -> list[Verdict]:
     evidence, missing = collect(c)
     cases = sorted((_case(cause, evidence) for cause in RIVALS), key=lambda case: (-case.odds, case.cause.code))
     named: list[_Case] = []
+    cases = [case for case in cases if case.cause.can_befall(len(c.all_hosts), len(c.ranks))]
     for case in cases:
         free = tuple(part for part in case.claims if not any(part in other.claims for other in named))
         if _stands(c, case) and (not named or _adds(c, case, free)):
@@ -90,7 +94,8 @@ def classify(c: Comparison) -> list[Verdict]:
     if not named:
         return [_unknown(c, cases, evidence, missing)]
     named.sort(key=lambda case: -c.share(*case.claims))
-    return [_verdict(c, case, cases, evidence, missing) for case in named]
+    rivals = [case for case in cases if case not in named]
+    return [_verdict(c, case, rivals, evidence, missing) for case in named]
 
 
 def _case(cause: Cause, evidence: Iterable[Evidence]) -> _Case:
@@ -115,8 +120,6 @@ def _stands(c: Comparison, case: _Case) -> bool:
     """Whether the cause may be named: probable, supported, physically possible, and worth it."""
     if case.probability < NAMED or not case.is_supported:
         return False
-    if case.cause.network and len(c.all_hosts) < 2:
-        return False
     if case.cause.from_start not in (None, c.from_start):
         return False
     return c.excess(*case.claims) >= case.cause.least * c.step and c.share(*case.claims) >= EXPLAINS
@@ -130,17 +133,12 @@ def _adds(c: Comparison, case: _Case, free: tuple[str, ...]) -> bool:
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
+def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
     cause = case.cause
     place = where(c, cause.code, evidence)
     subtype = _subtype(cause, evidence)
     kind = cause.subtypes.get(subtype) if subtype else None
-    told = [one for one in evidence if _speaks(one, cause.code)]
-    rivals = tuple(
-        Alternative(other.cause.code, round(other.probability, 3), _against(c, other, evidence))
-        for other in cases
-        if other is not case and other.odds > other.cause.prior
-    )[:3]
+    near = [rival for rival in rivals if rival.odds > rival.cause.prior][:3]
     return Verdict(
         cause.code,
         subtype,
@@ -148,9 +146,9 @@ def _verdict(c: Comparison, case: _Case, cases: list[_Case], evidence: list[Evid
         place.loci,
         kind.owner if kind else cause.owner,
         case.claims,
-        _shown(told, cause.code, place.loci),
-        rivals,
-        *_sources(evidence, missing, (cause.code,)),
+        _shown(cause.code, place, [one for one in evidence if _is_compared(c, one)], rivals),
+        tuple(_alternative(c, rival, evidence, missing) for rival in near),
+        *sources(c.trace, c.job, (cause.code,)),
         _filled(kind.next if kind else cause.next, c, place),
         _text(c, cause, kind.title if kind else None, case.claims, place.link),
         place.columns,
@@ -162,6 +160,7 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
     first, second = cases[0], cases[1]
     codes = (first.cause.code, second.cause.code)
     told = [one for one in evidence if one.reading.strength > 0 or _speaks(one, codes[0])]
+    best = sorted(_one_of_each(told, Place(("job",))), key=lambda one: -abs(one.weight(codes[0])))
     return Verdict(
         "unknown",
         None,
@@ -169,9 +168,9 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
         where(c, codes[0], evidence).loci if c.share(*first.claims) >= EXPLAINS else ("job",),
         "job",
         (),
-        _shown(told, codes[0], ("job",)),
-        tuple(Alternative(x.cause.code, round(x.probability, 3), _against(c, x, evidence)) for x in cases[:3]),
-        *_sources(evidence, missing, codes),
+        tuple(best[:TABLE]),
+        tuple(_alternative(c, case, evidence, missing) for case in cases[:3]),
+        *sources(c.trace, c.job, codes),
         next_measurement(first.cause, second.cause, missing),
         f"A step takes {c.slowdown:.2f} times as long. Nearest come {first.cause.title}, and {second.cause.title}; "
         "neither has two independent signs.",
@@ -190,21 +189,46 @@ def next_measurement(first: Cause, second: Cause, missing: list[Row]) -> str:
 def _speaks(one: Evidence, cause: str) -> bool:
     """Whether a reader should see it: a deviation that supports the cause, or whatever speaks against it."""
     weight = one.weight(cause)
-    return weight <= -0.3 or (weight >= 0.3 and one.reading.strength > 0)
+    return weight <= -TOLD or (weight >= TOLD and one.reading.strength > 0)
 
 
-def _shown(told: list[Evidence], cause: str, loci: tuple[str, ...]) -> tuple[Evidence, ...]:
-    """One of each row, of the place that is named where there is one; what weighs most first, eight at most."""
-    hosts = {locus.split(":")[-1].split("/")[0] for locus in loci}
+def _shown(cause: str, place: Place, evidence: list[Evidence], rivals: list[_Case]) -> tuple[Evidence, ...]:
+    """What speaks for a cause, then what its rivals would have raised and is as it was, then what speaks against it."""
+    each = sorted(_one_of_each(evidence, place), key=lambda one: -abs(one.weight(cause)))
+    told = [one for one in each if _speaks(one, cause)]
+    against = [one for one in told if one.weight(cause) < 0][:AGAINST]
+    support = [one for one in told if one.weight(cause) > 0][: min(FOR, TABLE - len(against))]
+    ruled_out = _rule_out([rival.cause.code for rival in rivals], [one for one in each if one not in told])
+    return (*support, *ruled_out[: TABLE - len(support) - len(against)], *against)
 
-    def rank(one: Evidence) -> tuple[bool, float]:
-        named = one.reading.subject in loci or one.reading.receiver in hosts
-        return not named, -one.reading.strength
+
+def _rule_out(rivals: list[str], evidence: list[Evidence]) -> list[Evidence]:
+    """Parts of the step that a rival would have made longer and that are as they were, the longest first.
+
+    One row for computing: of one rank or of all is said by either.
+    """
+    found: dict[str, Evidence] = {}
+    usual = [one for one in evidence if one.row.group == "timing" and one.row.unit == "s" and one.reading.strength < 0]
+    for one in sorted(usual, key=lambda one: -np.nan_to_num(one.reading.observed)):
+        if one.reading.observed > 0 and any(one.row.weights.get(rival, 0) >= MATTERS for rival in rivals):
+            found.setdefault(one.row.metric.partition(" of ")[0], one)
+    return list(found.values())
+
+
+def _one_of_each(evidence: list[Evidence], place: Place) -> list[Evidence]:
+    """The reading of each row that is of the named place, else the strongest."""
+    hosts = {locus.split(":")[-1].split("/")[0] for locus in place.loci}
+
+    def elsewhere(one: Evidence) -> bool:
+        reading = one.reading
+        if place.way and one.row.group == "socket" and reading.receiver:
+            return (reading.subject.removeprefix("host:"), reading.receiver) != place.way
+        return reading.subject not in place.loci and reading.receiver not in hosts
 
     best: dict[str, Evidence] = {}
-    for one in sorted(told, key=rank):
+    for one in sorted(evidence, key=lambda one: (elsewhere(one), -one.reading.strength)):
         best.setdefault(one.row.metric, one)
-    return tuple(sorted(best.values(), key=lambda one: -abs(one.weight(cause)))[:8])
+    return list(best.values())
 
 
 def _subtype(cause: Cause, evidence: list[Evidence]) -> str | None:
@@ -226,29 +250,64 @@ def _was_asked(evidence: list[Evidence]) -> bool:
     return {"storage"} <= {one.row.group for one in evidence}
 
 
-def _against(c: Comparison, case: _Case, evidence: list[Evidence]) -> str:
-    """Why a cause lost: the strongest reading against it, or that nothing supports it."""
-    worst = min(evidence, key=lambda one: one.weight(case.cause.code), default=None)
-    if worst is not None and worst.weight(case.cause.code) < -0.3:
-        return worst.reading.text
+def _alternative(c: Comparison, case: _Case, evidence: list[Evidence], missing: list[Row]) -> Alternative:
+    return Alternative(case.cause.code, round(case.probability, 3), _why_not(c, case, evidence, missing))
+
+
+def _why_not(c: Comparison, case: _Case, evidence: list[Evidence], missing: list[Row]) -> str:
+    """What the cause would have shown and did not: the heaviest of its facts, and the counters that stayed as before.
+
+    Where all of it was there, what it falls short of.
+    """
+    code = case.cause.code
+    compared = [one for one in _one_of_each(evidence, Place(())) if _is_compared(c, one)]
+    wanted = _wanted(case.cause, c.from_start, compared)
+    absent = [one for one in wanted if one.reading.strength <= 0 or one.row.weights.get(code, 0.0) < 0]
+    facts = [one.reading.text for one in absent if not _counts(one.row)]
+    counters = [one.row.metric for one in absent if _counts(one.row)]
+    said = [*facts[:1], *([_are(counters[:3], "as before" if c.before else "low")] if counters else [])]
+    if said:
+        return "; ".join(said)
     if c.share(*case.claims) < EXPLAINS:
-        return f"explains {c.share(*case.claims):.0%} of the loss"
-    supporting = sorted(group for group, weight in case.groups.items() if weight >= SUPPORTS)
-    return f"only {supporting[0]} supports it" if supporting else "nothing measured supports it"
+        return f"it would explain {percent(c.share(*case.claims))} of the loss"
+    signs = [one.row.metric for one in wanted if one.reading.strength > 0]
+    unmeasured = [row.metric for row in missing if row.weights.get(code, 0) >= MATTERS]
+    said = [f"only {_listed(signs[:2])} {'speak' if signs[1:] else 'speaks'} for it"] if signs else []
+    said += [_are(unmeasured[:3], "not measured")] if unmeasured else []
+    return "; ".join(said) or "nothing that was measured speaks for it"
 
 
-def _sources(
-    evidence: list[Evidence], missing: list[Row], causes: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    seen = {one.row.needs for one in evidence}
-    absent = {row.needs for row in missing if any(row.weights.get(cause) for cause in causes)} - seen - {"nccl"}
-    return tuple(sorted(seen)), tuple(sorted(absent))
+def _wanted(cause: Cause, from_start: bool, evidence: list[Evidence]) -> list[Evidence]:
+    """What a cause leads one to expect, the heaviest first; whether it was so from the first step before all else."""
+    weights = {one.row.metric: one.row.weights.get(cause.code, 0.0) for one in evidence}
+    if cause.from_start not in (None, from_start):
+        weights["from the first step"] = CAP
+    wanted = [one for one in evidence if weights[one.row.metric] >= MATTERS]
+    return sorted(wanted, key=lambda one: (-weights[one.row.metric], one.row.metric))
+
+
+def _is_compared(c: Comparison, one: Evidence) -> bool:
+    """Without a past, a part of the step that no bound shortens is expected as it is observed: that says nothing."""
+    return c.against == "past" or one.reading.observed != one.reading.expected
+
+
+def _counts(row: Row) -> bool:
+    """Whether it holds a counter against what was counted before, and tells only of more."""
+    return row.one_sided and row.group in ("socket", "nic", "host", "storage")
+
+
+def _are(names: list[str], what: str) -> str:
+    return f"{_listed(names)} {'are' if names[1:] or names[0].endswith('s') else 'is'} {what}"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _text(c: Comparison, cause: Cause, subtype: str | None, claims: tuple[str, ...], link: str | None) -> str:
     where = f", {link}" if link else ""
     why = f": {subtype}" if subtype else ""
-    head = f"{cause.title}{why}{where}; this is {c.share(*claims):.0%} of what a step takes longer."
+    head = f"{cause.title}{why}{where}; this is {percent(c.share(*claims))} of what a step takes longer."
     return f"{head[0].upper()}{head[1:]}"
 
 
@@ -262,7 +321,17 @@ def _filled(text: str, c: Comparison, place: Place) -> str:
     rank = f"rank {c.ranks[columns[0]]}" if columns else "any rank"
     data, checkpoint = c.job.spec.data, c.job.spec.checkpoint
     path = (data.path if data else None) or (checkpoint.path if checkpoint else None) or "its files"
-    return text.replace("{host}", host).replace("{nic}", nic).replace("{rank}", rank).replace("{path}", path)
+    for name, value in (("loader", _loader(c, columns)), ("host", host), ("nic", nic), ("rank", rank), ("path", path)):
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def _loader(c: Comparison, columns: tuple[int, ...]) -> str:
+    """Which process loads, as far as it is known."""
+    workers = c.workers[list(columns)] if columns else c.workers
+    if (workers == 0).all():
+        return "{rank}, whose main process loads (num_workers=0)"
+    return "a loader worker of {rank}" if (workers > 0).all() else "the loader of {rank}"
 
 
 # -- a verdict that no rival competes for ----------------------------------------------------------------------------
@@ -277,15 +346,14 @@ def by_design(c: Comparison) -> Verdict | None:
     transfer = float(c.observed[PART["transfer"]])
     if len(c.all_hosts) < 2 or not c.timed or transfer < cause.least * step:
         return None
-    evidence, missing = collect(c)
+    evidence, _ = collect(c)
     least = least_transfer(c)
-    text = (
-        f"{transfer:.3f} s of each step of {step:.3f} s go into transfer, {transfer / step:.0%}, with all ranks there."
-    )
+    amount = f"{percent(transfer / step)} of each step, {seconds(transfer)} of {seconds(step)},"
+    text = f"{amount} go into moving bytes, with all ranks waiting for them."
     if least is None:
         advice = f"Whether that is what the fabric needs is not known. {DECLARE}"
     else:
-        advice = f"The declared fabric needs {least:.3f} s: send less, or overlap it with the backward pass."
+        advice = f"The declared fabric needs {seconds(least)}: send less, or overlap it with the backward pass."
     told = tuple(one for one in evidence if one.row.metric == "declared fabric")
     alternative = Alternative("topology_misconfiguration", 0.5, "no fabric is declared to hold it against")
     return Verdict(
@@ -297,7 +365,7 @@ def by_design(c: Comparison) -> Verdict | None:
         (),
         told,
         (alternative,) if least is None else (),
-        *_sources(evidence, missing, ("topology_misconfiguration",)),
+        *sources(c.trace, c.job, ("topology_misconfiguration",)),
         advice,
         text,
     )

@@ -36,9 +36,9 @@ TRANSITIONS: dict[str, dict[str, str]] = {
 PERSIST_STEPS, PERSIST_S = 4, 5.0
 # `unknown` waits for the slower sensors, which are read every 10 s, and gives a passing disturbance the time to pass.
 UNKNOWN_STEPS, UNKNOWN_S = 10, 20.0
-# Less than a tenth of the step, without a cause to act on, is no reason to bother anybody; nor is a shift of less than
-# 2.5 times what single steps scatter by when all is well: on a machine that others use too, that is the weather.
-UNKNOWN_COST, UNKNOWN_SCATTER = 0.10, 2.5
+# A shift of less than 2.5 times what single steps scatter by when all is well is, on a machine that others use too, the
+# weather.
+UNKNOWN_SCATTER = 2.5
 AGREED = 2  # ticks in a row that must have named the cause
 MISSED = 2  # ticks in a row that must not have named it, before a suspicion is dropped
 REPLACED = 10  # and before a confirmed cause gives way to another: evidence wavers for a sampling interval or two
@@ -154,7 +154,8 @@ class Episodes:
             return
         least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
         lasted = steps >= least_steps and now - episode.start >= least_s * 1e9
-        cheap = unknown and episode.slowdown < 1 + max(UNKNOWN_COST, UNKNOWN_SCATTER * episode.scatter)
+        least = max(CAUSES["unknown"].least, UNKNOWN_SCATTER * episode.scatter)
+        cheap = unknown and episode.slowdown < 1 + least
         if not (lasted or at_once) or cheap or self._explained(episode):
             return
         former = next((e for e in reversed(self.all) if _joins(e, episode, now)), None)
@@ -301,11 +302,10 @@ def severity(episode: Episode) -> str:
 
 def _evidence(one: Evidence, verdict: Verdict) -> dict[str, Any]:
     reading = one.reading
-    supports = one.weight(verdict.cause) >= 0 if verdict.cause in CAUSES and verdict.claims else reading.strength > 0
+    supports = reading.strength > 0 if verdict.cause == "unknown" else one.weight(verdict.cause) >= 0
     document: dict[str, Any] = {"metric": one.row.metric, "subject": reading.subject}
-    document["observed"] = _rounded(reading.observed)
-    if not isnan(reading.expected):
-        document["expected"] = _rounded(reading.expected)
+    figures = {"observed": reading.observed, "expected": reading.expected}
+    document |= {name: _rounded(value) for name, value in figures.items() if not isnan(value)}
     return {**document, "unit": one.row.unit, "supports": bool(supports), "text": reading.text}
 
 

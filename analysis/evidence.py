@@ -5,6 +5,9 @@ to -3..3. Above the threshold it supports the causes with a positive weight and 
 one; below it the other way round, unless the row is one-sided: a sign that need not be there proves nothing by its
 absence. Where nothing was measured a row yields nothing, which is not the same as a reading of zero.
 
+A reading has a number where one is compared; a fact (so since the first step, asleep in the kernel) has none. Its text
+is true on either side of the threshold: the same words tell why a cause was named and why its rival was not.
+
 Rows belong to groups of sensors that do not depend on each other; a group's sum is capped, so that five counters of one
 interface cannot outvote everything else (diagnosis.md 2.4). Weights are set by hand: 1 is a sign that decides together
 with one independent sign, 0.5 a sign that many causes show.
@@ -12,7 +15,7 @@ with one independent sign, 0.5 a sign that many causes show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isnan, log, nan
 
@@ -21,8 +24,11 @@ import numpy as np
 from diagnosd.analysis import bounds
 from diagnosd.analysis.compare import Comparison, Link
 from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, PART
+from diagnosd.analysis.figures import percent, scaled, seconds
+from diagnosd.analysis.trace import Job, Trace
 from diagnosd.point import Series
 
+MATTERS = 0.5  # the weight from which on a row is what a cause leads one to expect
 MSS = 1448  # bytes in a full TCP segment on Ethernet with timestamps
 WIRE_OVER_PAYLOAD = 1.10  # bytes on an interface for one of payload: headers 4.6 %, acknowledgements up to 4.6 %
 
@@ -32,7 +38,7 @@ class Reading:
     """One measurement: of what, how much, how much was expected, and how far beyond its threshold it lies (-3..3)."""
 
     subject: str  # a locus
-    observed: float
+    observed: float  # NaN for a fact without a number
     expected: float  # NaN where there is no expectation
     strength: float
     text: str
@@ -48,9 +54,13 @@ class Row:
     unit: str
     measure: Callable[[Comparison], Iterator[Reading]]
     weights: Mapping[str, float]
-    needs: str  # the source that must be there: what is missing where the row yields nothing
-    advice: str  # how to get it
+    needs: str  # the measurement that must be there: what is missing where the row yields nothing
     one_sided: bool = False
+
+    @property
+    def advice(self) -> str:
+        """How to get what it needs."""
+        return ADVICE[self.needs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +75,28 @@ class Evidence:
 
 
 def collect(c: Comparison) -> tuple[list[Evidence], list[Row]]:
-    """All readings, the strongest of each row first, and the rows that yielded none."""
+    """All readings, the strongest of each row first, and the rows that yielded none and could have."""
     found, missing = [], []
     for row in ROWS:
         readings = sorted(row.measure(c), key=lambda r: (-r.strength, r.subject))
         found += [Evidence(row, reading) for reading in readings]
-        if not readings:
+        if not readings and can_be_had(row.needs, c.job):
             missing.append(row)
     return found, missing
+
+
+def sources(trace: Trace, job: Job, causes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Measurements that evidence rests on and that came from the job's hosts; those that these causes lack."""
+    causes = tuple(causes)
+    wanted = {row.needs for row in ROWS if any(row.weights.get(cause, 0) >= MATTERS for cause in causes)}
+    seen = {row.needs for row in ROWS if not trace.seen.get(row.needs, set()).isdisjoint(job.hosts)}
+    seen |= {"diagnosd_cluster"} if trace.cluster else set()
+    return tuple(sorted(seen)), tuple(sorted(name for name in wanted - seen if can_be_had(name, job)))
+
+
+def can_be_had(measurement: str, job: Job) -> bool:
+    """Whether anybody could send it: where no rank has NCCL, nobody can read its log."""
+    return measurement != "diagnosd_nccl" or any(info.gpu or "nccl" in info.versions for info in job.ranks.values())
 
 
 def strength(x: float, threshold: float, width: float) -> float:
@@ -99,7 +123,7 @@ def _grew(c: Comparison, what: str, parts: tuple[str, ...]) -> Iterator[Reading]
         return
     now, before = c.excess(*parts) + _expected(c, parts), _expected(c, parts)
     yield Reading(
-        "job", now, before, strength(c.share(*parts), 0.3, 0.1), f"{what} takes {c.share(*parts):.0%} of the loss"
+        "job", now, before, strength(c.share(*parts), 0.3, 0.1), f"{what} takes {percent(c.share(*parts))} of the loss"
     )
 
 
@@ -132,7 +156,9 @@ def compute_of_one(c: Comparison) -> Iterator[Reading]:
     now, before = c.own(slow, *COMPUTE)
     alone = grown[slow] > 0 and others < grown[slow] / 3
     how = strength(min(c.share(*COMPUTE), float(grown[slow]) / c.lost), 0.3, 0.1) if alone else -3.0
-    text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {c.last[slow]:.0%} of the steps"
+    text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {percent(c.last[slow])} of the steps"
+    if not alone:
+        text = "no rank computes longer" if now <= 1.1 * before else "no rank alone computes longer"
     decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.15 * before
     yield Reading(f"rank:{c.ranks[slow]}", now, before, how, text, decisive=bool(decisive))
 
@@ -146,7 +172,10 @@ def compute_of_all(c: Comparison) -> Iterator[Reading]:
     if c.lost <= 0 or any(before <= 0 for _, before in each):
         return
     now, before = min(each, key=lambda pair: pair[0] / pair[1])
+    grown = sum(now > 1.1 * before for now, before in each)
     text = f"every rank computes {now / before:.1f} times as long"
+    if grown < len(each):
+        text = "not every rank computes longer" if grown else "no rank computes longer"
     yield Reading("job", now, before, strength(now / before, 1.1, 0.1), text)
 
 
@@ -155,6 +184,8 @@ def checkpoint(c: Comparison) -> Iterator[Reading]:
     if c.expected[PART["checkpoint"]] > 0:
         for reading in _grew(c, "saving", ("checkpoint", "other")):
             yield _decided(reading, c.excess("checkpoint") > 0 and c.share("checkpoint", "other") >= 0.6)
+    elif c.observed[PART["checkpoint"]] == 0:
+        yield Reading("job", nan, nan, -3.0, "nothing was saved in these steps")
 
 
 def host_gap(c: Comparison) -> Iterator[Reading]:
@@ -168,8 +199,8 @@ def host_gap(c: Comparison) -> Iterator[Reading]:
 
 def from_the_start(c: Comparison) -> Iterator[Reading]:
     """A misconfiguration is there from the first step; congestion begins."""
-    text = "so since the first step" if c.from_start else "it was not so at first"
-    yield Reading("job", float(c.from_start), nan, 3.0 if c.from_start else -3.0, text)
+    text = "it was so from the first step" if c.from_start else "it was not so at first"
+    yield Reading("job", nan, nan, 3.0 if c.from_start else -3.0, text)
 
 
 # -- socket: the kernel's view of each connection --------------------------------------------------------------------
@@ -211,7 +242,7 @@ def retransmits(c: Comparison) -> Iterator[Reading]:
         if not _known(now, before):
             continue
         how = min(strength(_ratio(now + 1e-4, before + 1e-4), log(2), 0.25), strength(now - before, 0.003, 0.001))
-        text = f"{now:.2%} of the segments sent twice, {before:.2%} before, on {link.name}"
+        text = f"{percent(now)} of the segments sent twice, {percent(before)} before, on {link.name}"
         yield Reading(f"host:{link.sender}", now, before, how, text, receiver=link.receiver, subtype="packet_loss")
 
 
@@ -228,7 +259,7 @@ def quiet_connections(c: Comparison) -> Iterator[Reading]:
         worst = max(signs)
         yield Reading(
             "job",
-            worst,
+            nan,
             nan,
             strength(-worst, -0.5, 0.5),
             "no connection shows a longer path, a loss or a smaller window",
@@ -246,7 +277,7 @@ def receive_queue(c: Comparison) -> Iterator[Reading]:
         now, before = (float(np.nansum([pair[i] for pair in both])) for i in (0, 1))
         if any(_known(*pair) for pair in both):
             how = min(strength(_ratio(now + 1, before + 1), log(2), 0.3), strength(now - before, 65536, 32768))
-            text = f"{now / 1e3:.0f} kB arrived and lie unread, {before / 1e3:.0f} kB before"
+            text = f"{scaled(now, 'B')} arrived and lie unread, {scaled(before, 'B')} before"
             yield Reading(f"rank:{c.ranks[column]}", now, before, how, text)
 
 
@@ -286,7 +317,8 @@ def foreign_bytes(c: Comparison) -> Iterator[Reading]:
             now = max(total_now - WIRE_OVER_PAYLOAD * own_now, 0.0)
             before = max(total_before - WIRE_OVER_PAYLOAD * np.nan_to_num(own_before), 0.0) if c.before else 0.0
             how = min(strength(now / total_now, 0.33, 0.1), strength(now, 3 * before, 0.3 * before + 1e6))
-            text = f"{now / 1e6:.0f} MB/s {way} the host are not this job's, beside its own {own_now / 1e6:.0f} MB/s"
+            own = f"beside its own {scaled(own_now, 'B/s')}"
+            text = f"{scaled(now, 'B/s')} {way} the host are not this job's, {own}"
             yield Reading(f"host:{host}", now, before, how, text, receiver=host, subtype="neighbour_traffic")
 
 
@@ -298,9 +330,10 @@ def bytes_a_step(c: Comparison) -> Iterator[Reading]:
         return
     per_now, per_before = now * c.step * c.slowdown, before * c.step
     how = min(strength(-abs(_ratio(per_now, per_before)), -0.15, 0.05), 2.0)
-    yield Reading(
-        "job", per_now, per_before, how, f"{per_now / 1e6:.0f} MB sent a step, {per_before / 1e6:.0f} MB before"
-    )
+    text = "as much is sent in a step as before"
+    if how <= 0:
+        text = f"{per_now / per_before:.1f} times as much is sent in a step as before"
+    yield Reading("job", per_now, per_before, how, text)
 
 
 def drops(c: Comparison) -> Iterator[Reading]:
@@ -325,7 +358,7 @@ def throttled(c: Comparison) -> Iterator[Reading]:
             now, before = c.gauge(series, "throttled")
             if _known(now):
                 rise = now - np.nan_to_num(before)
-                text = f"its CPU quota was used up in {now:.0%} of the periods"
+                text = f"its CPU quota was used up in {percent(now)} of the periods"
                 decisive = rise > 0.3 and len(c.suspects) < len(c.ranks)
                 yield Reading(
                     f"rank:{c.ranks[column]}",
@@ -344,9 +377,7 @@ def _pressure(c: Comparison, resource: str, what: str) -> Iterator[Reading]:
         now, before = (rate / 1e6 for rate in c.rate(series, "total"))  # µs of stall a second
         if _known(now):
             rise = now - (before if _known(before) else 0.0)
-            text = f"tasks waited for {what} {now:.0%} of the time" + (
-                f", {before:.0%} before" if _known(before) else ""
-            )
+            text = f"tasks waited for {what} {percent(now)} of the time"
             yield Reading(f"host:{host}", now, before, strength(rise, 0.2, 0.1), text)
 
 
@@ -360,7 +391,7 @@ def short_of_cpu(c: Comparison) -> Iterator[Reading]:
     for host, series in c.series("pressure", c.all_hosts, resource="cpu", type="some"):
         now = c.rate(series, "total")[0] / 1e6
         if _known(now):
-            text = f"tasks waited for a processor {now:.0%} of the time"
+            text = f"tasks waited for a processor {percent(now)} of the time"
             yield Reading(f"host:{host}", now, nan, strength(now, 0.5, 0.1), text)
 
 
@@ -374,7 +405,7 @@ def steal(c: Comparison) -> Iterator[Reading]:
                 now,
                 before,
                 strength(now - np.nan_to_num(before), 0.02, 0.02),
-                f"{now:.0%} of the processors stolen",
+                f"{percent(now)} of the processors stolen",
             )
 
 
@@ -401,7 +432,7 @@ def garbage(c: Comparison) -> Iterator[Reading]:
             now, before = c.rate(series, "gc_seconds")
             if _known(now) and c.lost > 0:
                 share = (now - np.nan_to_num(before)) * c.step * c.slowdown / c.lost
-                text = f"{now:.0%} of the time in Python's garbage collector"
+                text = f"{percent(now)} of the time in Python's garbage collector"
                 yield Reading(
                     f"rank:{c.ranks[column]}",
                     now,
@@ -454,7 +485,7 @@ def uninterruptible(c: Comparison) -> Iterator[Reading]:
             text = f"state {latest[1]}" + (": waits for storage in the kernel" if asleep else "")
             yield Reading(
                 f"rank:{c.ranks[column]}",
-                float(asleep),
+                nan,
                 nan,
                 2.0 if asleep else -1.0,
                 text,
@@ -467,34 +498,48 @@ def uninterruptible(c: Comparison) -> Iterator[Reading]:
 # -- loader ----------------------------------------------------------------------------------------------------------
 
 
+# What a loader without workers is worth as a sign: it is certain that nothing was ready, but a host that keeps the rank
+# from running keeps it from loading too.
+INLINE = 2.0
+
+
 def queue_empty(c: Comparison) -> Iterator[Reading]:
-    """The prefetch queue was empty when the step asked: in half of the steps, the loader sets the pace."""
+    """The prefetch queue was empty when the step asked: in half of the steps, the loader sets the pace.
+
+    Without workers there is no queue: the main process loads each batch while the step waits for it.
+    """
     for column in c.suspects:
-        if c.loads[column] and not isnan(c.empty[column]):
-            text = f"prefetch queue empty in {c.empty[column]:.0%} of the steps"
-            yield Reading(
-                f"rank:{c.ranks[column]}", float(c.empty[column]), 0.0, strength(c.empty[column], 0.5, 0.15), text
-            )
+        rank, empty = f"rank:{c.ranks[column]}", float(c.empty[column])
+        if c.loads[column] and c.workers[column] == 0:
+            yield Reading(rank, nan, nan, INLINE, "its main process loads (num_workers=0): no batch is ready ahead")
+        elif c.loads[column] and not isnan(empty):
+            yield Reading(rank, empty, 0.0, strength(empty, 0.5, 0.15), f"empty in {percent(empty)} of the steps")
 
 
-def workers_busy(c: Comparison) -> Iterator[Reading]:
-    """The loader's workers compute all the time: they cannot go faster. 85 %, as they also hand over what they made."""
+def loader_busy(c: Comparison) -> Iterator[Reading]:
+    """Those who load compute all the time: they cannot go faster. 85 %, as they also hand over what they made."""
     for column in c.suspects:
         for series in c.of_rank("diagnosd_process", column):
-            now, _ = c.gauge(series, "cpu_workers")
-            workers = c.workers[column]
-            if _known(now, workers) and workers > 0 and c.loads[column]:
-                text = f"its {workers:.0f} loader workers use {now:.1f} processors"
-                yield Reading(
-                    f"rank:{c.ranks[column]}",
-                    now / workers,
-                    nan,
-                    strength(now / workers, 0.85, 0.05),
-                    text,
-                    False,
-                    None,
-                    "loader_cpu",
-                )
+            busy, text = _loading(c, column, series)
+            if _known(busy) and c.loads[column]:
+                how = strength(busy, 0.85, 0.05)
+                yield Reading(f"rank:{c.ranks[column]}", busy, nan, how, text, False, None, "loader_cpu")
+
+
+def _loading(c: Comparison, column: int, series: Series) -> tuple[float, str]:
+    """Share of a processor that each loader uses, NaN where unknown, and words for it.
+
+    A main process that loads also trains: what it computes beyond a step of before is the loading.
+    """
+    workers = float(c.workers[column])
+    if workers > 0:
+        used, _ = c.gauge(series, "cpu_workers")
+        return used / workers, f"its {workers:.0f} loader workers use {used:.1f} processors"
+    now, before = c.gauge(series, "cpu_main") if workers == 0 else (nan, nan)
+    waited, when = c.excess("data_wait"), ""
+    if _known(now, before) and waited > 0:
+        now, when = float(np.clip((now * c.slowdown - before) * c.step / waited, 0, 1)), " in which it loads"
+    return now, f"its main process computes {percent(now)} of the time{when}" if _known(now) else ""
 
 
 # -- inventory: what was declared, and what is ------------------------------------------------------------------------
@@ -518,7 +563,8 @@ def wrong_interface(c: Comparison) -> Iterator[Reading]:
         share = inside / max(inside + outside[used], 1e-9)
         wrong = share < 0.01
         names = ", ".join(sorted(set(sent) & set(fabric.interfaces)))
-        text = f"{host} sends {outside[used] / 1e6:.0f} MB/s over {used}, {inside / 1e6:.1f} over the fabric's {names}"
+        sends = f"{scaled(outside[used], 'B/s')} over {used}, {scaled(inside, 'B/s')} over the fabric's {names}"
+        text = f"{host} sends {sends}"
         yield Reading(
             f"nic:{host}/{used}", outside[used], inside, 3.0 if wrong else -3.0, text, wrong, None, "wrong_interface"
         )
@@ -564,7 +610,7 @@ def socket_fallback(c: Comparison) -> Iterator[Reading]:
             fell = latest[1] == "Socket"
             text = f"NCCL communicates over {latest[1]}"
             yield Reading(
-                f"host:{c.hosts[column]}", float(fell), 0.0, 3.0 if fell else -3.0, text, fell, None, "socket_fallback"
+                f"host:{c.hosts[column]}", nan, nan, 3.0 if fell else -3.0, text, fell, None, "socket_fallback"
             )
 
 
@@ -579,7 +625,7 @@ def against_bound(c: Comparison) -> Iterator[Reading]:
     if least is None:
         return
     now = float(c.observed[PART["transfer"]])
-    text = f"the declared fabric would need {least:.3f} s a step, the transfer takes {now / least:.1f} times that"
+    text = f"the declared fabric would need {seconds(least)} a step, the transfer takes {now / least:.1f} times that"
     yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text, False, None, "link_rate_low")
 
 
@@ -604,56 +650,63 @@ def _typed(reading: Reading, subtype: str) -> Reading:
 NETWORK_CAUSE, TOPOLOGY, STARVATION = "network_congestion", "topology_misconfiguration", "data_starvation"
 STRAGGLER, CHECKPOINT, HOST_STALL = "straggler", "checkpoint_stall", "host_stall"
 
-_PROBE = "Start the job with `diagnosd run`, so that the probe times its phases and collectives."
 _AGENT = "Run `diagnosd agent` on every host of the job."
-_PROCESS = "Let the probe report the rank's process (diagnosd_process): it needs Linux's /proc."
 DECLARE = "Declare the fabric in a cluster.toml ([fabric] kind, rate_gbps, interface) and pass it with --cluster."
+
+ADVICE = {
+    "diagnosd_step": "Start the job with `diagnosd run`, so that the probe times its phases and collectives.",
+    "diagnosd_socket": "Start the job with `diagnosd run`, so that the probe looks at its ranks' connections.",
+    "diagnosd_process": "Let the probe report the rank's process (diagnosd_process): it needs Linux's /proc.",
+    "diagnosd_nccl": "Set NCCL_DEBUG=INFO, so that NCCL tells its transport.",
+    "diagnosd_cluster": DECLARE,
+    **dict.fromkeys(("net", "pressure", "cpu", "diskio"), _AGENT),
+}
+STEP, SOCKET, PROCESS, CLUSTER = "diagnosd_step", "diagnosd_socket", "diagnosd_process", "diagnosd_cluster"
 
 ROWS = (
     Row("transfer", "timing", "s", transfer,
-        {NETWORK_CAUSE: 1, TOPOLOGY: 1, STARVATION: -0.6, STRAGGLER: -0.4, HOST_STALL: -0.6}, "probe", _PROBE),
+        {NETWORK_CAUSE: 1, TOPOLOGY: 1, STARVATION: -0.6, STRAGGLER: -0.4, HOST_STALL: -0.6}, STEP),
     Row("data wait", "timing", "s", data_wait,
-        {STARVATION: 1, NETWORK_CAUSE: -0.5, TOPOLOGY: -0.5, STRAGGLER: -0.5, HOST_STALL: -0.5}, "probe", _PROBE),
+        {STARVATION: 1, NETWORK_CAUSE: -0.5, TOPOLOGY: -0.5, STRAGGLER: -0.5, HOST_STALL: -0.5}, STEP),
     Row("compute of one rank", "timing", "s", compute_of_one,
-        {STRAGGLER: 1, HOST_STALL: -0.3, NETWORK_CAUSE: -0.3}, "probe", _PROBE),
+        {STRAGGLER: 1, HOST_STALL: -0.3, NETWORK_CAUSE: -0.3}, STEP),
     Row("compute of every rank", "timing", "s", compute_of_all,
-        {HOST_STALL: 0.8, STRAGGLER: -1}, "probe", _PROBE, True),
+        {HOST_STALL: 0.8, STRAGGLER: -1}, STEP, True),
     Row("checkpoint", "timing", "s", checkpoint,
-        {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, "probe", _PROBE, True),
-    Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, "probe", _PROBE, True),
-    Row("from the first step", "timing", "", from_the_start, {TOPOLOGY: 1, NETWORK_CAUSE: -1}, "probe", _PROBE),
-    Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8}, "socket", _PROBE, True),
-    Row("send queue", "socket", "bytes", send_queue, {NETWORK_CAUSE: 0.5}, "socket", _PROBE, True),
+        {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, STEP, True),
+    Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, STEP, True),
+    Row("from the first step", "timing", "", from_the_start, {TOPOLOGY: 1, NETWORK_CAUSE: -1}, STEP),
+    Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8}, SOCKET, True),
+    Row("send queue", "socket", "bytes", send_queue, {NETWORK_CAUSE: 0.5}, SOCKET, True),
     Row("congestion window", "socket", "segments", window,
-        {NETWORK_CAUSE: 0.6}, "socket", _PROBE, True),
-    Row("retransmits", "socket", "share", retransmits, {NETWORK_CAUSE: 0.9}, "socket", _PROBE, True),
-    Row("quiet connections", "socket", "", quiet_connections, {NETWORK_CAUSE: -0.5}, "socket", _PROBE, True),
+        {NETWORK_CAUSE: 0.6}, SOCKET, True),
+    Row("retransmits", "socket", "share", retransmits, {NETWORK_CAUSE: 0.9}, SOCKET, True),
+    Row("quiet connections", "socket", "", quiet_connections, {NETWORK_CAUSE: -0.5}, SOCKET, True),
     Row("receive queue", "socket", "bytes", receive_queue,
-        {STRAGGLER: 0.6, HOST_STALL: 0.2, NETWORK_CAUSE: -0.6}, "socket", _PROBE, True),
-    Row("others' bytes", "nic", "bytes/s", foreign_bytes, {NETWORK_CAUSE: 1.2, TOPOLOGY: -0.3}, "net", _AGENT, True),
-    Row("bytes a step", "nic", "bytes", bytes_a_step, {NETWORK_CAUSE: 0.5, TOPOLOGY: 0.2}, "net", _AGENT),
-    Row("dropped packets", "nic", "1/s", drops, {NETWORK_CAUSE: 0.3}, "net", _AGENT, True),
+        {STRAGGLER: 0.6, HOST_STALL: 0.2, NETWORK_CAUSE: -0.6}, SOCKET, True),
+    Row("others' bytes", "nic", "bytes/s", foreign_bytes, {NETWORK_CAUSE: 1.2, TOPOLOGY: -0.3}, "net", True),
+    Row("bytes a step", "nic", "bytes", bytes_a_step, {NETWORK_CAUSE: 0.5, TOPOLOGY: 0.2}, "net"),
+    Row("dropped packets", "nic", "1/s", drops, {NETWORK_CAUSE: 0.3}, "net", True),
     Row("CPU quota", "host", "share", throttled,
-        {STRAGGLER: 1.2, HOST_STALL: 0.5, NETWORK_CAUSE: -1}, "process", _PROCESS, True),
+        {STRAGGLER: 1.2, HOST_STALL: 0.5, NETWORK_CAUSE: -1}, PROCESS, True),
     Row("CPU pressure", "host", "share", cpu_pressure,
-        {HOST_STALL: 1, STRAGGLER: 0.4, NETWORK_CAUSE: -0.5}, "pressure", _AGENT, True),
+        {HOST_STALL: 1, STRAGGLER: 0.4, NETWORK_CAUSE: -0.5}, "pressure", True),
     Row("short of CPU", "host", "share", short_of_cpu,
-        {NETWORK_CAUSE: -0.7, TOPOLOGY: -0.5}, "pressure", _AGENT, True),
+        {NETWORK_CAUSE: -0.7, TOPOLOGY: -0.5}, "pressure", True),
     Row("stolen CPU", "host", "share", steal,
-        {HOST_STALL: 0.6, STRAGGLER: 0.3, NETWORK_CAUSE: -0.2}, "cpu", _AGENT, True),
-    Row("preempted", "host", "1/s", preempted, {HOST_STALL: 0.4, STRAGGLER: 0.4}, "process", _PROCESS, True),
-    Row("garbage collection", "host", "share", garbage, {HOST_STALL: 1, STRAGGLER: -0.5}, "process", _PROCESS, True),
+        {HOST_STALL: 0.6, STRAGGLER: 0.3, NETWORK_CAUSE: -0.2}, "cpu", True),
+    Row("preemptions", "host", "1/s", preempted, {HOST_STALL: 0.4, STRAGGLER: 0.4}, PROCESS, True),
+    Row("garbage collection", "host", "share", garbage, {HOST_STALL: 1, STRAGGLER: -0.5}, PROCESS, True),
     Row("storage pressure", "storage", "share", io_pressure,
-        {STARVATION: 0.6, CHECKPOINT: 0.6, HOST_STALL: 0.1}, "pressure", _AGENT, True),
-    Row("disk wait", "storage", "ms", disk_wait, {STARVATION: 0.5, CHECKPOINT: 0.5}, "diskio", _AGENT, True),
-    Row("asleep on storage", "storage", "", uninterruptible,
-        {STARVATION: 0.5, CHECKPOINT: 0.5}, "process", _PROCESS, True),
-    Row("prefetch queue", "loader", "share", queue_empty, {STARVATION: 1}, "probe", _PROBE),
-    Row("loader workers", "loader", "share", workers_busy, {STARVATION: 0.7}, "process", _PROCESS, True),
+        {STARVATION: 0.6, CHECKPOINT: 0.6, HOST_STALL: 0.1}, "pressure", True),
+    Row("disk wait", "storage", "ms", disk_wait, {STARVATION: 0.5, CHECKPOINT: 0.5}, "diskio", True),
+    Row("sleep in the kernel", "storage", "", uninterruptible,
+        {STARVATION: 0.5, CHECKPOINT: 0.5}, PROCESS, True),
+    Row("prefetch queue", "loader", "share", queue_empty, {STARVATION: 1}, STEP),
+    Row("loader CPU", "loader", "share", loader_busy, {STARVATION: 0.7}, PROCESS, True),
     Row("interface", "inventory", "bytes/s", wrong_interface,
-        {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "cluster", DECLARE, True),
-    Row("port rate", "inventory", "Gbit/s", low_rate, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "cluster", DECLARE, True),
-    Row("NCCL network", "inventory", "", socket_fallback, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "nccl",
-        "Set NCCL_DEBUG=INFO, so that NCCL tells its transport.", True),
-    Row("declared fabric", "declared", "s", against_bound, {TOPOLOGY: 1}, "cluster", DECLARE),
+        {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, CLUSTER, True),
+    Row("port rate", "inventory", "Gbit/s", low_rate, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, CLUSTER, True),
+    Row("NCCL network", "inventory", "", socket_fallback, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "diagnosd_nccl", True),
+    Row("declared fabric", "declared", "s", against_bound, {TOPOLOGY: 1, "communication_bound": -1}, CLUSTER),
 )  # fmt: skip

@@ -70,8 +70,8 @@ def verdict(trace: Trace, job: Job, still: float, usual: float) -> Verdict | Non
         cause.claims,
         (),
         (),
-        ("probe",),
-        () if phases else ("process",),
+        ("diagnosd_process", "diagnosd_step") if phases else ("diagnosd_step",),
+        () if phases else ("diagnosd_process",),
         cause.next.replace("{host}", host).replace("{rank}", rank),
         f"No step has ended for {still:.0f} s, where one takes {usual:.2f} s; {where}.",
     )

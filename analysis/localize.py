@@ -23,11 +23,16 @@ SAMPLES = 3  # of a queue that is full at one moment and empty at the next
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Loci, narrowest first; the columns of the ranks it is about, none for all; and words for a link."""
+    """Loci, narrowest first; the columns of the ranks it is about, none for all; and the link: sender, receiver."""
 
     loci: tuple[str, ...]
     columns: tuple[int, ...] = ()
-    link: str | None = None
+    way: tuple[str, str] | None = None
+
+    @property
+    def link(self) -> str | None:
+        """Words for the link."""
+        return f"on the way {self.way[0]} -> {self.way[1]}" if self.way else None
 
 
 def where(c: Comparison, cause: str, evidence: list[Evidence]) -> Place:
@@ -88,10 +93,10 @@ def slow_link(c: Comparison, evidence: list[Evidence]) -> Place:
     longest = [way for way in worst if LONGER * queues.get(way, 0.0) >= max(queues.get(each, 0.0) for each in worst)]
     if len(common) == 1:
         into = [way for way in worst if way[1] in common]
-        return Place(_ports(c, sorted(common)), (), _words((into or worst)[0]))
+        return Place(_ports(c, sorted(common)), (), (into or worst)[0])
     if len(worst) == 1 or (len(common) == 2 and len(longest) == 1):
         way = worst[0] if len(worst) == 1 else longest[0]
-        return Place(_ports(c, [way[1]]), (), _words(way))
+        return Place(_ports(c, [way[1]]), (), way)
     either = sorted(worst, key=lambda way: -queues.get(way, 0.0))
     return Place(_ports(c, list(dict.fromkeys(receiver for _, receiver in either))))
 
@@ -137,10 +142,6 @@ def _queues(c: Comparison) -> dict[Way, float]:
         for link in c.links
         if link.receiver is not None and c.count(link.series, "send_queue") >= SAMPLES
     }
-
-
-def _words(way: Way) -> str:
-    return f"on the way {way[0]} -> {way[1]}"
 
 
 def _ports(c: Comparison, hosts: list[str]) -> tuple[str, ...]:

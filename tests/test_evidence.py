@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diagnosd.analysis.causes import CAUSES, RIVALS
-from diagnosd.analysis.classify import classify, next_measurement
+from diagnosd.analysis.classify import Verdict, classify, next_measurement
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import OWN, PARTS
 from diagnosd.analysis.evidence import ROWS, collect
@@ -166,6 +166,92 @@ def test_retransmits_count_against_their_own_past_whatever_the_congestion_contro
     assert more_of_cubic > 0
 
 
+def test_the_connection_that_is_shown_is_the_one_that_is_named() -> None:
+    """In a ring of three the acknowledgements of b -> a are late too, and its way looks longer still."""
+    points = []
+    for host, rank, peer, now in (("c", 2, 1, 0.013), ("b", 1, 0, 0.014), ("a", 0, 2, 0.0024)):
+        points += talk(host, rank, peer)
+        points += shown("diagnosd_socket", "rtt", 0.0024, now, **socket(host, rank, peer))
+    c = compared({"transfer": 0.5}, *points, of_ranks=({}, {}, {}), hosts=("a", "b", "c"), last=(0.3, 0.3, 0.4))
+    (verdict,) = classify(c)
+    assert "c -> b" in verdict.text
+    (way,) = [one.reading for one in verdict.evidence if one.row.metric == "round-trip time"]
+    assert (way.subject, way.receiver) == ("host:c", "b")
+
+
+def rivals_of(verdict: Verdict) -> dict[str, str]:
+    return {other.cause: other.text for other in verdict.alternatives}
+
+
+def test_a_rival_lost_for_what_it_would_have_shown_and_did_not() -> None:
+    points = [
+        *talk("a", 0, 1, 90e6),
+        *shown("diagnosd_socket", "rtt", 0.0024, 0.0024, **socket("a", 0, 1)),
+        *shown("diagnosd_socket", "cwnd", 230, 230, int, **socket("a", 0, 1)),
+        *counted("pressure", "total", 400_000, 950_000, host="b", resource="cpu", type="some"),
+        *shown("diagnosd_process", "throttled", 0.0, 0.9, job="train", host="b", rank="1"),
+    ]
+    now = {**SLOW, "transfer": 0.22}
+    (verdict,) = classify(compared(now, *points, of_ranks=({}, SLOW), last=(0, 1)))
+    assert verdict.cause == "straggler"
+    assert "every rank" in rivals_of(verdict)["host_stall"] or "every phase" in rivals_of(verdict)["host_stall"]
+    shown_for_it = {one.reading.text for one in verdict.evidence if one.reading.strength > 0}
+    assert not shown_for_it & set(rivals_of(verdict).values())
+
+
+def test_what_was_not_measured_is_no_reason_for_a_rival_to_lose() -> None:
+    (verdict,) = classify(compared({"transfer": 0.5}))
+    assert rivals_of(verdict)["network_congestion"].startswith("only transfer speaks for it; ")
+    assert rivals_of(verdict)["network_congestion"].endswith(" are not measured")
+
+
+@pytest.mark.parametrize("seed_of_hosts", [("a", "a"), ("a",)])
+def test_no_rival_is_named_that_could_not_befall_the_job(seed_of_hosts: tuple[str, ...]) -> None:
+    ranks = len(seed_of_hosts)
+    now = {"data_wait": 0.3, "transfer": 0.4}
+    c = compared(now, of_ranks=(now,) * ranks, hosts=seed_of_hosts, last=(1 / ranks,) * ranks)
+    for verdict in classify(c):
+        assert not {"network_congestion", "topology_misconfiguration"} & rivals_of(verdict).keys()
+        assert ranks > 1 or "straggler" not in rivals_of(verdict)
+
+
+def test_evidence_tells_what_a_rival_would_have_raised_and_is_as_it_was() -> None:
+    points = [
+        *talk("a", 0, 1),
+        *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1)),
+        *counted("net", "bytes_sent", 90e6, 32e6, host="a", interface="eth0"),
+        *counted("pressure", "total", 900_000, 900_000, host="b", resource="cpu", type="some"),
+    ]
+    (verdict,) = classify(compared({"transfer": 0.5}, *points))
+    metrics = [one.row.metric for one in verdict.evidence]
+    assert {"data wait", "bytes a step", "short of CPU"} <= set(metrics)
+    assert any(metric.startswith("compute of") for metric in metrics)
+    assert len(metrics) == len(set(metrics)) <= 7
+    assert metrics[-1] == "short of CPU"  # what speaks against it comes last
+
+
+def test_what_is_expected_as_it_is_observed_rules_nothing_out() -> None:
+    """Against a bound only the bounded parts are compared."""
+    now = np.array([{**QUIET, "transfer": 0.7}.get(part, 0.0) for part in PARTS])
+    bounded = np.where(np.array(PARTS) == "transfer", 0.14, now)
+    declared = [point("diagnosd_cluster", {"cluster": "lab"}, {"spec": DECLARED}, T0 + 9)]
+    c = compared({}, *declared, expected=bounded, observed=now, from_start=True, against="model", before=None)
+    (verdict,) = classify(c)
+    assert verdict.cause == "topology_misconfiguration"
+    assert {one.row.metric for one in verdict.evidence} == {"transfer", "from the first step", "declared fabric"}
+    assert (
+        rivals_of(verdict).get("network_congestion", "it was so from the first step") == "it was so from the first step"
+    )
+
+
+DECLARED = '{"fabric": {"kind": "ethernet", "rate_gbps": 1, "interface": "eth0"}}'
+
+
+def test_a_fact_without_a_number_shows_none() -> None:
+    for reading in (one.reading for one in collect(compared({"transfer": 0.5}))[0] if one.row.unit == ""):
+        assert np.isnan(reading.observed)
+
+
 def test_others_bytes_on_the_interface_are_somebody_elses_traffic() -> None:
     points = [
         *counted("net", "bytes_recv", 95e6, 119e6, host="b", interface="eth0"),
@@ -234,6 +320,33 @@ def test_who_waits_for_storage_is_told_from_who_has_no_processor() -> None:
     assert subtype(*idle, *shown("diagnosd_process", "cpu_workers", 0.3, 3.9, **tags), workers=4.0) == "loader_cpu"
     assert subtype(*idle) == "loader_slow"
     assert subtype() is None  # nobody looked
+
+
+def inline(busy: float) -> Verdict:
+    """A single process whose data loading, in that process, takes 200 ms where it took 2."""
+    tags = {"job": "train", "host": "a", "rank": "0"}
+    starved = {"data_wait": 0.2}
+    before = 0.9
+    during = (before * 0.068 + busy * 0.198) / 0.266  # of its steps of 68 ms, and of those of 266 ms
+    points = [
+        *shown("diagnosd_process", "cpu_main", before, during, **tags),
+        *counted("pressure", "total", 10_000, 10_000, host="a", resource="io", type="some"),
+    ]
+    alone = {"hosts": ("a",), "of_ranks": (starved,), "last": (1.0,), "workers": np.zeros(1)}
+    quiet = {**QUIET, "transfer": 0.0}
+    usual, now = (np.array([parts.get(part, 0.0) for part in PARTS]) for parts in (quiet, {**quiet, **starved}))
+    (verdict,) = classify(compared({}, *points, expected=usual, observed=now, **alone))
+    return verdict
+
+
+def test_a_main_process_that_loads_starves_itself_and_nothing_is_said_of_workers() -> None:
+    waits, computes = inline(busy=0.02), inline(busy=0.99)
+    assert (waits.cause, waits.subtype) == ("data_starvation", "loader_slow")
+    assert (computes.cause, computes.subtype) == ("data_starvation", "loader_cpu")
+    assert min(waits.confidence, computes.confidence) > 0.9
+    assert "whose main process loads (num_workers=0)" in waits.next
+    assert "worker" not in waits.next.replace("num_workers", "")
+    assert "worker" not in computes.text
 
 
 def test_congestion_begins_and_a_misconfiguration_was_there() -> None:
