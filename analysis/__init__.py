@@ -23,9 +23,9 @@ from diagnosd.point import Point
 SECOND = 10**9
 
 # The fastest rule wants 4 slow steps out of 5: until something is suspected, a look at fewer changes little. Where
-# steps are long, 2 s are what a look may cost of the 15 s within which a fault must be told.
+# steps are long, 3 s are what a look may cost of the 15 s within which a fault must be told.
 LOOK_STEPS = 4
-LOOK_S = 2
+LOOK_S = 3
 
 
 class Analysis:
@@ -62,7 +62,7 @@ class Analysis:
         }
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Of each job, for a live line: `steps`, `step_s`, and the causes that are suspected or confirmed (`open`)."""
+        """Of each job, for a live line: `steps`, `step_s`, `still_s`, and the causes suspected or told (`open`)."""
         return {name: watch.status() for name, watch in sorted(self.watches.items())}
 
     def _go_on(self, points: list[Point]) -> list[dict[str, Any]]:

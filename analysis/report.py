@@ -5,8 +5,9 @@ Lines of at most 80 columns, good without colour: a line is a tuple of spans, an
 (host names, paths, texts) cannot break a line or reach the terminal as a control sequence.
 
 Of a job's part of the summary, besides `steps`, `gpu_ns` and `ledger_ns`, these keys are told where they are present:
-`ranks` (how many), `hosts` (names), `start`, `end` (RFC 3339), `step_s` and `step_p95_s` (median and 95th percentile),
-`sources`, `missing` (names of measurements).
+`ranks` (how many), `world` (how many there should be), `hosts` (names), `start`, `end` (RFC 3339), `step_s` and
+`step_p95_s` (median and 95th percentile), `sources`, `missing` (names of measurements), `observed` (share of the job's
+GPU time of which its ranks told) and `gaps` (what is known of the rest: `subject`, `start`, `text`, `count`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from datetime import UTC, datetime
 from math import floor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diagnosd.analysis.figures import digits, gpu_time, percent, scaled, seconds
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 WIDTH = 80
 LABEL = 12  # columns of `  evidence  `
+STILL_S = 10.0  # without a step: not even a slow one can then be called as usual
 BAR = 20
 
 
@@ -44,28 +48,47 @@ _WORDS: Mapping[str, str] = {
     "eval": "evaluation",
     "checkpoint": "checkpoints",
 }
+# Measurements, as a reader knows what they show, in the order in which they are told; others are told by their names.
+_SOURCES: Mapping[str, str] = {
+    "diagnosd_step": "steps",
+    "diagnosd_process": "processes",
+    "diagnosd_socket": "connections",
+    "net": "network interfaces",
+    "cpu": "CPU",
+    "pressure": "pressure",
+    "diskio": "disks",
+    "diagnosd_nccl": "NCCL's log",
+    "diagnosd_cluster": "cluster.toml",
+}
 _REFERENCE = {"past": "before", "peers": "at its peers", "model": "by the model"}
 _OWNER = {"job": "the job's owner", "config": "whoever configured it", "node": "the node's owner"}
+_SEVERITY = {"info": "information"}
+
+
+# A script ends with work that is no step: half of a short run may be that. Where the telemetry itself says that it lost
+# something, a tenth of the job is room enough for a slowdown that nobody saw.
+MOST, WHOLE = 0.5, 0.9
 
 
 def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
     """Everything, for the end of a run or a replay: verdicts by their cost, jobs without one, then the account."""
     lines: list[Line] = []
     told = [d for d in documents if d.get("state") != "withdrawn"]
-    for document in sorted(told, key=_by_cost):
+    notes = [d for d in told if d.get("cause") == "communication_bound"]
+    for document in sorted((d for d in told if d not in notes), key=_by_cost):
         lines += [*verdict(document), ()]
     withdrawn = [d for d in documents if d.get("state") == "withdrawn"]
     if withdrawn:
         lines += [*_field("withdrawn", "; ".join(sentence(d) for d in withdrawn), "quiet"), ()]
-    troubled = {
-        _string(d, "job") for d in told if d.get("state") != "latent" and d.get("cause") != "communication_bound"
-    }
+    troubled = {_string(d, "job") for d in told if d.get("state") != "latent"}
     jobs = _mapping(summary.get("jobs"))
     for name, job in jobs.items():
         if name not in troubled:
-            lines += [*no_finding(name, _mapping(job)), ()]
+            lines += [*no_finding(name, _mapping(job), noted=any(_string(d, "job") == name for d in notes)), ()]
+    for document in sorted(notes, key=_by_cost):
+        lines += [*verdict(document), ()]
     for name, job in jobs.items():
-        lines += [*account(name, _mapping(job)), ()]
+        lines += [*account(name, _mapping(job)), *(_unseen(_mapping(job)) if name in troubled else ()), ()]
     if not jobs:
         lines += [*_nothing_seen(), ()]
     return lines[:-1]
@@ -83,6 +106,7 @@ def verdict(document: Document) -> list[Line]:
     lines += _field("certainty", _certainty(document))
     lines += _field("hardware", "; ".join(_asset(_mapping(a)) for a in _sequence(document.get("assets"))))
     lines += _evidence([_mapping(e) for e in _sequence(document.get("evidence"))])
+    lines += _unopposed(document)
     lines += _rivals([_mapping(a) for a in _sequence(document.get("alternatives"))])
     return lines + _sources(document) + _next(document)
 
@@ -95,24 +119,57 @@ def sentence(document: Document) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def no_finding(name: str, job: Document) -> list[Line]:
-    """A job in which nothing was found, and what was looked at: or why nothing could be said."""
-    steps = _number(job, "steps") or 0
+def no_finding(name: str, job: Document, *, noted: bool = False) -> list[Line]:
+    """A job in which nothing was found, and what was looked at: or why nothing could be said.
+
+    `noted`: there is something to know about it that is no slowdown.
+    """
+    steps, found = _number(job, "steps") or 0, "No slowdown" if noted else "Nothing"
     if not steps:
         lines = _title(f"No step of job {name} was seen: nothing can be said about its speed")
+    elif _in_part(job):
+        lines = _title(f"{found} found in what was seen of job {name}", role="against")
     else:
-        lines = _title(f"Nothing found in job {name}", role="good")
+        lines = _title(f"{found} found in job {name}", role="good")
     lines += _field("watched", _watched(job))
+    lines += _unseen(job)
     median, high = _number(job, "step_s"), _number(job, "step_p95_s")
     if steps and median is not None:
         tail = f", 95 of 100 within {seconds(high)}" if high is not None else ""
         lines += _field("step time", f"{seconds(median)}{tail}")
     lines += _sources(job)
-    if not steps:
+    if not steps and not _sequence(job.get("gaps")):
         lines += _field(
             "next", "Does the script import torch, and reach its first optimizer step? Does the probe reach it?"
         )
     return lines
+
+
+def _in_part(job: Document) -> bool:
+    """Whether what was not seen could hide what one wants to know."""
+    observed = _number(job, "observed")
+    return observed is not None and observed < (WHOLE if _sequence(job.get("gaps")) else MOST)
+
+
+def _unseen(job: Document) -> list[Line]:
+    """How much of the job was not seen, and what is known of the reason; nothing where it is little."""
+    observed, why = _number(job, "observed"), [_gap(_mapping(gap)) for gap in _sequence(job.get("gaps"))]
+    part = _in_part(job)
+    if observed is None or not (why or part):
+        return []
+    missing = (_number(job, "world") or 0) - (_number(job, "ranks") or 0)
+    if missing > 0:
+        why.append(f"nothing was heard of {missing:,.0f} rank{'s' if missing != 1 else ''}")
+    reasons = "; ".join(why) or "its ranks ran, and told no steps"
+    much = f"{percent(1 - observed)} of the job: " if _number(job, "steps") else ""
+    return _field("unseen", f"{much}{reasons}", "against" if part else "")
+
+
+def _gap(gap: Document) -> str:
+    since, count = _time(gap.get("start")), _number(gap, "count") or 1
+    when = f" at {_clock(since)} UTC" if since else ""
+    times = f" ({count:,.0f} times)" if count > 1 else ""
+    return f"{place(_string(gap, 'subject'))}{when}: {_string(gap, 'text')}{times}"
 
 
 def account(name: str, job: Document) -> list[Line]:
@@ -147,6 +204,8 @@ def live(name: str, job: Document, documents: Sequence[Document]) -> str:
     if open_ones:
         worst = min(open_ones, key=_by_cost)
         parts.append(f"{_headline(worst)} ({_string(worst, 'state')})")
+    elif (still := _number(job, "still_s") or 0) > max(STILL_S, 5 * (median or 0)):
+        parts.append(f"no step for {seconds(still)}")
     elif steps:
         parts.append("nothing found so far")
     return clip("  ".join(clean(part) for part in parts), WIDTH - 1)
@@ -157,41 +216,7 @@ def plain(lines: Iterable[Line]) -> str:
     return "".join("".join(span.text for span in line).rstrip() + "\n" for line in lines)
 
 
-_NO_STEP = "Does the script import torch, and reach its first optimizer step? Does the probe reach it?"
-
 # -- figures ----------------------------------------------------------------------------------------------------------
-
-
-def seconds(value: float) -> str:
-    """`1.92 s`, `183 ms`, `45 us`; from 100 s on `4 min 58 s`, `2 h 5 min`, `3 d 4 h`."""
-    if value < 0:
-        return f"-{seconds(-value)}"
-    for limit, scale, unit in ((1e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (100, 1, "s")):
-        if value < limit:
-            return f"{digits(value * scale)} {unit}"
-    minutes, hours = round(value / 60), round(value / 3600)
-    if round(value) < 3600:
-        return _two(round(value), 60, "min", "s")
-    return _two(minutes, 60, "h", "min") if minutes < 24 * 60 else _two(hours, 24, "d", "h")
-
-
-def _two(count: int, base: int, big: str, small: str) -> str:
-    whole, rest = divmod(count, base)
-    return f"{whole:,} {big} {rest} {small}" if rest else f"{whole:,} {big}"
-
-
-def gpu_time(value: float) -> str:
-    """`1,187 GPU-seconds`, from 10,000 on `16.0 GPU-hours`."""
-    return f"{digits(value)} GPU-seconds" if abs(value) < 10_000 else f"{digits(value / 3600)} GPU-hours"
-
-
-def digits(value: float) -> str:
-    """Three significant digits, thousands set apart, no zeros at the end: `0.61`, `1.92`, `24.1`, `610`, `1,187`."""
-    if not value or abs(value) < 1e-9:
-        return "0"
-    places = max(0, 2 - _magnitude(value))
-    text = f"{value:,.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def figure(value: object, unit: str) -> str:
@@ -205,9 +230,9 @@ def figure(value: object, unit: str) -> str:
     if unit == "s":
         return seconds(value)
     if unit in _SCALED:
-        return _scaled(value, _SCALED[unit])
+        return scaled(value, _SCALED[unit])
     if unit in ("share", "1") and 0 <= value <= 1:
-        return f"{digits(100 * value)} %"
+        return percent(value)
     return f"{digits(value)} {clean(unit)}".rstrip()
 
 
@@ -221,18 +246,6 @@ _SCALED = {
     "Hz": "Hz",
     "hertz": "Hz",
 }
-
-
-def _scaled(value: float, unit: str) -> str:
-    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{digits(value / limit)} {prefix}{unit}"
-    return f"{digits(value)} {unit}"
-
-
-def _magnitude(value: float) -> int:
-    """Of 610 it is 2, of 0.061 it is -2."""
-    return int(f"{value:e}".split("e")[1])
 
 
 def _rounded(parts: Sequence[int], scale: float) -> list[int]:
@@ -287,7 +300,7 @@ def _job(document: Document) -> str:
 
 def _slowdown(document: Document) -> str:
     slowdown = _number(document, "slowdown")
-    if slowdown is None or document.get("state") == "latent":
+    if slowdown is None or _costs_nothing(document):
         return ""
     baseline = _mapping(document.get("baseline"))
     step = _number(baseline, "step_s")
@@ -301,8 +314,10 @@ def _slowdown(document: Document) -> str:
 
 def _when(document: Document) -> str:
     start, end, told = (_time(document.get(key)) for key in ("start", "end", "detected"))
+    if _is_by_design(document):
+        return ""
     if start is None:
-        return "present, and costs nothing now" if document.get("state") == "latent" else ""
+        return "present, and costs nothing now" if _costs_nothing(document) else ""
     if end is not None:
         text = f"{_span(start, end)} ({seconds((end - start).total_seconds())})"
     else:
@@ -312,20 +327,32 @@ def _when(document: Document) -> str:
     return text
 
 
+def _costs_nothing(document: Document) -> bool:
+    return document.get("state") == "latent"
+
+
+def _is_by_design(document: Document) -> bool:
+    """Information about a job that runs as it was made: neither a fault nor a loss."""
+    return document.get("cause") == "communication_bound"
+
+
 def _cost(document: Document) -> str:
+    if _costs_nothing(document):
+        return ""
     lost, gain = _number(document, "lost_gpu_seconds"), _number(document, "fix_gain")
     parts = [f"{gpu_time(lost)} lost" if lost is not None else ""]
     if gain is not None and document.get("cause") != "unknown":
-        parts.append(f"repairing this alone would save {digits(100 * gain)} % of the step time")
+        parts.append(f"repairing this alone would save {percent(gain)} of the step time")
     return "; ".join(part for part in parts if part)
 
 
 def _certainty(document: Document) -> str:
     confidence = _number(document, "confidence")
     severity, owner = _string(document, "severity"), _string(document, "owner")
+    severity = _SEVERITY.get(severity, severity)
     parts = [
-        f"{100 * confidence:.0f} %" if confidence is not None else "",
-        _string(document, "state"),
+        percent(round(confidence, 2)) if confidence is not None else "",
+        "" if _is_by_design(document) else _string(document, "state"),
         f"{severity} for {_OWNER.get(owner, f'the owners of the {owner}')}" if severity and owner else severity,
     ]
     return ", ".join(part for part in parts if part)
@@ -358,6 +385,15 @@ def _evidence(rows: Sequence[Document]) -> list[Line]:
     return lines
 
 
+def _unopposed(document: Document) -> list[Line]:
+    """That there is no - in the table; of what has no cause, or is none, nobody asks."""
+    rows = [_mapping(row) for row in _sequence(document.get("evidence"))]
+    if not rows or document.get("cause") == "unknown" or _costs_nothing(document):
+        return []
+    against = any(row.get("supports") is False for row in rows)
+    return [] if against else [(Span("  nothing that was measured speaks against it", "quiet"),)]
+
+
 def _row(what: str, where: str, observed: str, expected: str, role: str) -> Line:
     """Columns of 2 + 26, 22, 13 and 13, a space between."""
     mark, rest = what[:2], what[2:]
@@ -371,7 +407,7 @@ def _rivals(rows: Sequence[Document]) -> list[Line]:
     lines: list[Line] = [(), (Span("  instead of", "label"),)]
     for row in rows:
         confidence = _number(row, "confidence")
-        sure = f", {100 * confidence:.0f} %" if confidence is not None else ""
+        sure = f", {percent(round(confidence, 2))}" if confidence is not None else ""
         head, text = f"{words(_string(row, 'cause'))}{sure}", _string(row, "text")
         wrapped = _wrap(f"{head}: {text}" if text else head, WIDTH - 4)
         lines += [(Span("  " if n == 0 else "    "), Span(part)) for n, part in enumerate(wrapped)]
@@ -379,10 +415,14 @@ def _rivals(rows: Sequence[Document]) -> list[Line]:
 
 
 def _sources(document: Document) -> list[Line]:
-    seen = ", ".join(str(name) for name in _sequence(document.get("sources")))
-    missing = ", ".join(str(name) for name in _sequence(document.get("missing")))
-    lines = _field("seen", seen) + _field("not seen", missing)
+    seen, missing = (_sequence(document.get(key)) for key in ("sources", "missing"))
+    lines = _field("seen", _measured(seen)) + _field("not seen", _measured(missing))
     return [(), *lines] if lines else []
+
+
+def _measured(names: Sequence[Any]) -> str:
+    told = [str(name) for name in names]
+    return ", ".join([*(_SOURCES[name] for name in _SOURCES if name in told), *(n for n in told if n not in _SOURCES)])
 
 
 def _next(document: Document) -> list[Line]:
@@ -394,7 +434,9 @@ def _next(document: Document) -> list[Line]:
 def _watched(job: Document) -> str:
     ranks, steps, hosts = _number(job, "ranks"), _number(job, "steps") or 0, _sequence(job.get("hosts"))
     start, end = _time(job.get("start")), _time(job.get("end"))
-    who = f"{ranks:,.0f} rank{'s' if ranks != 1 else ''}" if ranks else ""
+    world = _number(job, "world") or 0
+    of = f" of {world:,.0f}" if ranks and world > ranks else ""
+    who = f"{ranks:,.0f}{of} rank{'s' if ranks != 1 or of else ''}" if ranks else ""
     on = f" on {len(hosts)} hosts" if len(hosts) > 1 else f" on {hosts[0]}" if hosts else ""
     text = ", ".join(part for part in (f"{who}{on}".strip(), f"{steps:,.0f} steps") if part)
     if start is not None and end is not None:

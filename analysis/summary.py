@@ -1,5 +1,5 @@
 """A job's part of the summary document (telemetry.md 7): its steps and its account, and what a reader wants to know
-of a job in which nothing was found: how long it was watched, where, and by which measurements.
+of a job in which nothing was found: how long it was watched, where, by which measurements, and what was not seen.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diagnosd.analysis.causes import RIVALS
+from diagnosd.analysis.evidence import sources
+
 if TYPE_CHECKING:
     from diagnosd.analysis.ledger import Ledger
     from diagnosd.analysis.steps import Steps
-    from diagnosd.analysis.trace import Trace
+    from diagnosd.analysis.trace import Job, Trace
+
+GAPS = 8  # of which a reader is told
 
 
 def of_job(trace: Trace, ledger: Ledger, name: str) -> dict[str, Any]:
@@ -25,14 +30,38 @@ def of_job(trace: Trace, ledger: Ledger, name: str) -> dict[str, Any]:
     job = trace.jobs.get(name)
     if job is None:  # long over, and forgotten
         return part
-    part |= {"attempt": job.attempt, "ranks": len(job.ranks), "hosts": list(job.hosts)}
+    part |= {"attempt": job.attempt, "ranks": len(job.ranks), "world": job.world, "hosts": list(job.hosts)}
     part |= {"start": rfc3339(job.first), "end": rfc3339(job.last)}
     durations = _durations(job.steps())
     if durations.size:
         part["step_s"] = float(np.median(durations))
         part["step_p95_s"] = float(np.percentile(durations, 95))
-    part["sources"] = sorted(m for m, hosts in trace.seen.items() if not hosts.isdisjoint(job.hosts))
+    possible = [cause.code for cause in RIVALS if cause.can_befall(len(job.hosts), len(job.ranks))]
+    part["sources"], part["missing"] = map(list, sources(trace, job, possible))
+    part["observed"], part["gaps"] = _observed(part), _gaps(trace, job)
     return part
+
+
+def _observed(part: dict[str, Any]) -> float:
+    """Share of the job's GPU time of which its ranks told, those of whom nobody heard included."""
+    gpu_ns = part["gpu_ns"] * part["world"] / max(part["ranks"], 1)
+    return round((part["gpu_ns"] - part["ledger_ns"]["unobserved"]) / gpu_ns, 4) if gpu_ns else 1.0
+
+
+def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
+    """What telemetry said of its own losses while the job ran: `subject`, `start`, `text`, and how often (`count`).
+
+    What has a value (messages lost, seconds of silence) comes again and again: it is told once for each subject, and
+    after what is final.
+    """
+    found: dict[tuple[bool, str, str], dict[str, Any]] = {}
+    for event in trace.events_of("telemetry_gap", "clock", since=job.first):
+        if event.time > job.last or (event.job or job.name) != job.name or event.host not in job.hosts:
+            continue
+        text, repeats = event.text or event.kind, event.value is not None
+        gap = {"subject": event.subject, "start": rfc3339(event.time), "text": text, "count": 0}
+        found.setdefault((repeats, event.subject, "" if repeats else text), gap)["count"] += 1
+    return [found[key] for key in sorted(found, key=lambda key: key[0])][:GAPS]
 
 
 def rfc3339(ns: int) -> str:

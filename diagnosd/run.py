@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +139,7 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
             return _not_started(f"{argv[0]} was not started: {agent.said(error)}", COULD_NOT_START)
         asyncio.run(_observe(watched, command))
         verdicts.join()
-    silence = _silence(verdicts.measurements, f"{argv[0]} {command.status}", environ)
+    silence = _silence(verdicts, f"{argv[0]} {command.status}", environ)
     with _read_by_somebody(sys.stderr):
         if silence:
             print(f"diagnosd: no rank reported a step: {silence}", file=sys.stderr)
@@ -230,12 +229,13 @@ def _tell_changes(verdicts: Verdicts) -> None:
             print(f"diagnosd: {document['state']}: {report.sentence(document)}", file=sys.stderr, flush=True)
 
 
-def _silence(measurements: AbstractSet[str], end: str, environ: Mapping[str, str]) -> str:
+def _silence(verdicts: Verdicts, end: str, environ: Mapping[str, str]) -> str:
     """Why there is nothing to judge, and what to do; "" where there is."""
-    if "diagnosd_step" in measurements:
+    if "diagnosd_step" in verdicts.measurements:
         return ""
-    if "diagnosd_rank" in measurements:
-        return f"{end} before the first one was over."
+    if "diagnosd_rank" in verdicts.measurements:
+        gaps = [gap["text"] for job in verdicts.summary.get("jobs", {}).values() for gap in job.get("gaps", ())]
+        return f"{end}; {gaps[0]}" if gaps else f"{end} before the first one was over."
     if environ.get("DIAGNOSD", "").lower() in ("off", "0", "no", "false"):
         return f"DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
     return (

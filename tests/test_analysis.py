@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diagnosd.analysis import Analysis
-from diagnosd.point import Point
+from diagnosd.analysis import Analysis, report
+from diagnosd.point import Point, point
 from jobs import GBIT, T0, Fault, Layout, Truth, by_time, job
 
 LATENESS = 3  # s, by which what is detected in the stream is told later
@@ -139,6 +139,10 @@ def test_without_a_declared_fabric_nobody_knows_that_the_interface_is_slow() -> 
     assert documents[0]["severity"] == "info"
     assert documents[0]["state"] == "latent"
     assert "cluster.toml" in documents[0]["next"]
+    text = report.plain(report.whole(documents, analysis.summary()))
+    assert "No slowdown found in job train" in text
+    assert "costs nothing" not in text
+    assert "0 GPU-seconds lost" not in text
 
 
 def test_a_fabric_below_its_declared_rate_is_found_without_any_past() -> None:
@@ -200,6 +204,70 @@ def test_the_summary_adds_up_and_prices_the_episode() -> None:
     part = analysis.summary()["jobs"]["train"]
     assert sum(part["ledger_ns"].values()) == part["gpu_ns"]
     assert part["ledger_ns"]["network_congestion"] == pytest.approx(1e9 * documents[0]["lost_gpu_seconds"], rel=0.01)
+
+
+def switched_off(points: list[Point], after: float, rank: int) -> list[Point]:
+    """The probe of a rank says that it is off, and tells no more steps."""
+    off = T0 + round(after * 1e9)
+    tags = {"job": "train", "host": f"h{rank}", "kind": "telemetry_gap", "subject": f"rank:{rank}"}
+    mine = [p for p in points if p.series.measurement == "diagnosd_step" and p.series.tag("rank") == str(rank)]
+    silenced = {(p.series, p.time) for p in mine if p.time >= off}
+    heard = [p for p in points if (p.series, p.time) not in silenced]
+    return sorted([*heard, point("diagnosd_event", tags, {"text": "probe off: too dear"}, off)], key=_order)
+
+
+@pytest.mark.parametrize(("after", "in_part"), [(5, True), (58, False)])
+def test_a_job_of_which_little_was_seen_is_not_called_healthy(after: float, in_part: bool) -> None:
+    points, _ = job(Layout(seconds=60), seed=1)
+    for rank in (0, 1):
+        points = switched_off(points, after, rank)
+    documents, analysis = judge(points)
+    summary = analysis.summary()
+    part = summary["jobs"]["train"]
+    assert documents == []
+    assert part["observed"] == pytest.approx(1 - part["ledger_ns"]["unobserved"] / part["gpu_ns"], abs=1e-3)
+    assert [(gap["subject"], gap["text"]) for gap in part["gaps"]] == [
+        ("rank:0", "probe off: too dear"),
+        ("rank:1", "probe off: too dear"),
+    ]
+    text = report.plain(report.whole(documents, summary))
+    assert ("Nothing found in what was seen of job train" in text) is in_part
+    assert "probe off: too dear" in text
+
+
+def test_ranks_of_whom_nothing_is_heard_are_part_of_what_was_not_seen() -> None:
+    points, _ = job(Layout(ranks=4, seconds=30), seed=1)
+    _, analysis = judge([p for p in points if p.series.tag("host") not in ("h1", "h2", "h3")])
+    part = analysis.summary()["jobs"]["train"]
+    assert (part["ranks"], part["world"]) == (1, 4)
+    assert part["observed"] < 0.25
+
+
+def test_messages_that_are_lost_again_and_again_do_not_hide_what_is_final() -> None:
+    points, _ = job(Layout(seconds=30), seed=1)
+    tags = {"job": "train", "host": "h0", "kind": "telemetry_gap", "subject": "rank:0"}
+    fields = {"text": "3 messages of rank 0 of train were lost", "value": 3.0}
+    lost = [point("diagnosd_event", tags, fields, T0 + n * 10**9) for n in range(5, 15)]
+    _, analysis = judge(switched_off(sorted([*points, *lost], key=_order), 20, 0))
+    gaps = analysis.summary()["jobs"]["train"]["gaps"]
+    assert [(gap["text"], gap["count"]) for gap in gaps] == [("probe off: too dear", 1), (fields["text"], 10)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, ["diagnosd_cluster"]),
+        ({"declared": DECLARED}, []),
+        ({"ranks_a_host": 2}, ["diagnosd_socket"]),  # nobody needs a fabric on one host
+        ({"declared": DECLARED, "without": frozenset({"pressure"})}, ["pressure"]),
+    ],
+)
+def test_what_a_verdict_would_have_needed_and_had_not_is_told(changes: dict[str, Any], missing: list[str]) -> None:
+    _, analysis = judge(job(Layout(seconds=20), seed=1, **changes)[0])
+    part = analysis.summary()["jobs"]["train"]
+    assert part["missing"] == missing
+    assert not set(part["sources"]) & set(missing)
+    assert "diagnosd_agent" not in part["sources"]
 
 
 def test_a_restart_begins_anew_and_ends_what_was_open() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.analysis import report
+from diagnosd.analysis import figures, report
 
 CASES = sorted((Path(__file__).parent / "report").glob("*.json"))
 
@@ -36,7 +36,7 @@ def test_a_reader_sees(case: Path) -> None:
     ],
 )  # fmt: skip
 def test_durations_are_humane(value: float, text: str) -> None:
-    assert report.seconds(value) == text
+    assert figures.seconds(value) == text
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,14 @@ def test_durations_are_humane(value: float, text: str) -> None:
 )  # fmt: skip
 def test_figures_carry_their_unit(value: object, unit: str, text: str) -> None:
     assert report.figure(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.994, "99 %"), (0.0312, "3.1 %"), (0.00269, "0.27 %"), (0, "0 %"), (1, "100 %"), (0.099, "9.9 %")],
+)
+def test_shares_are_spelled_one_way(share: float, text: str) -> None:
+    assert figures.percent(share) == report.figure(share, "share") == text
 
 
 anything = st.recursive(
@@ -86,8 +94,10 @@ jobs = st.fixed_dictionaries(
         "gpu_ns": st.integers(0, 10**20) | anything,
         "ledger_ns": st.dictionaries(names, st.integers(-(10**18), 10**18)) | anything,
         "step_s": st.floats() | anything,
-        **dict.fromkeys(("hosts", "sources"), st.lists(names) | anything),
-        **dict.fromkeys(("start", "end", "ranks"), anything),
+        **dict.fromkeys(("hosts", "sources", "missing"), st.lists(names) | anything),
+        **dict.fromkeys(("start", "end", "ranks", "world", "still_s"), anything),
+        "observed": st.floats(0, 1) | anything,
+        "gaps": st.lists(st.fixed_dictionaries({"subject": names, "text": names}), max_size=3) | anything,
     },
 )
 
