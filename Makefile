@@ -53,7 +53,8 @@ clean:
 # The CPU build of PyTorch: from a local wheel where pip is told of one, else from PyTorch's own index.
 .venv/test: .venv/made pyproject.toml
 	@if [ "$$(id -u)" = 0 ] && ! { command -v ip && command -v tc && command -v nft; } >/dev/null; then \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 nftables >/dev/null; fi
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 nftables >/dev/null; } \
+	  || echo "iproute2 and nftables are not to be had here: the test bed is skipped" >&2; fi
 	@$(V)/python -c 'import torch' 2>/dev/null || $(V)/pip install --quiet --disable-pip-version-check 'torch==$(TORCH)+cpu' 2>/dev/null \
 	  || $(V)/pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' --index-url https://download.pytorch.org/whl/cpu \
 	  || echo "torch is not to be had here: tests that need it are skipped" >&2
