@@ -310,7 +310,10 @@ def _listen(path: Path) -> socket.socket:
     """OSError says what stands in the way."""
     if len(os.fsencode(path)) > SOCKET_PATH:
         raise OSError(f"{path}: a socket's path has at most {SOCKET_PATH} bytes")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path.parent, error) from error
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -318,10 +321,14 @@ def _listen(path: Path) -> socket.socket:
         path.chmod(0o666)  # the ranks are other users' processes
         listener.listen(128)
         listener.setblocking(False)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise _unusable(path, error) from error
     return listener
+
+
+def _unusable(path: Path, error: OSError) -> OSError:
+    return OSError(f"{path}: {error.strerror}; name another path with --socket")
 
 
 def _remove_stale(path: Path) -> None:

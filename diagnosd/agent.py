@@ -28,6 +28,8 @@ from diagnosd.recording import RecordingError, Writer
 
 log = logging.getLogger("diagnosd.agent")
 
+PROBE = Path(__file__).parent / "probe/path"  # the one folder that goes on a job's PYTHONPATH
+
 TICK_S = 1.0
 # A point that comes later than the analysis's lateness of 3 s is not counted; a read of /proc takes under 1 ms.
 DEADLINE_S = 2.0
@@ -318,8 +320,13 @@ def collect(socket: Path, host: str, record: str, cluster: Path | None) -> None:
     name, declared = declaration(cluster)
     file = recording_of(record, host)
     watched = make(host, socket, [Recorder(file, cluster=name)], declared)
-    log.info("recording %s into %s; the probes find it at %s", host, file, socket)
+    log.info("recording %s into %s; %s", host, file, invitation(socket))
     asyncio.run(until_told(watched))
+
+
+def invitation(socket: Path) -> str:
+    """How a job becomes known to this agent."""
+    return f"it sees jobs that have DIAGNOSD_SOCKET={socket.absolute()} and PYTHONPATH={PROBE} in their environment"
 
 
 def said(error: OSError | ValueError) -> str:

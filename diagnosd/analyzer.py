@@ -106,6 +106,8 @@ def _replay(
                 if stop.is_set() and not follow:
                     break
         findings.note(analysis.finish())
+        if stop.is_set():
+            leave_the_row(sys.stdout)
         conclude(findings.documents, analysis.summary(), output, sys.stdout)
         if told := _left_out(reading, analysis):
             _say(told)
@@ -119,6 +121,12 @@ def conclude(documents: Sequence[Document], summary: Document, output: str, stre
     else:
         show(report.whole(documents, summary), stream)
     stream.flush()
+
+
+def leave_the_row(stream: TextIO) -> None:
+    """The row in which a terminal has echoed ^C is no place for a title."""
+    if stream.isatty():
+        stream.write("\n")
 
 
 def tell_changes(news: Iterable[Document], now: int, stream: TextIO) -> None:

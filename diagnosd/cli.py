@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from diagnosd import __version__
 
@@ -30,6 +31,13 @@ ERROR, COULD_NOT_START = 1, 125
 # The analysis works on small arrays: threads of the linear algebra library would only take the job's processors, and
 # make its sums depend on their number.
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Verb(TyperCommand):
+    """Usage as manuals have it: typer puts braces around what is required."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
 class Output(StrEnum):
@@ -73,9 +81,9 @@ Socket = Annotated[
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=Verb, context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command, with its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="CMD", hidden=True, help="The command, with its arguments.")],
     job: Annotated[str, typer.Option(metavar="NAME", help="The job's name, the same on every node.")] = "",
     record: Record = "",
     cluster: Cluster = None,
@@ -86,9 +94,9 @@ def run(
 
     Example: diagnosd run --record slow.lp.zst -- torchrun --nproc-per-node 2 train.py
 
-    The command keeps its stdin, stdout, stderr, signals and exit code; the verdict goes to stderr, or with
-    --output json to stdout after the command has ended. Our own exit codes: 125 it could not be observed and was
-    not started, 126 it is not executable, 127 there is no such command.
+    CMD, the command with its arguments, keeps its stdin, stdout, stderr, signals and exit code; the verdict goes to
+    stderr, or with --output json to stdout after it has ended. Our own exit codes: 125 it could not be observed and
+    was not started, 126 it is not executable, 127 there is no such command.
     """
     from diagnosd.probe.identity import job_name  # noqa: PLC0415
 
@@ -99,7 +107,7 @@ def run(
     raise typer.Exit(observed.run(command, environ, observed.Options(host, record, cluster), named, output))
 
 
-@app.command()
+@app.command(cls=Verb)
 def replay(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A recording: a file, or a folder of files.")],
     output: OutputAs = Output.text,
@@ -118,7 +126,7 @@ def replay(
     raise typer.Exit(analyzer.replay(path, output, speed, cluster, follow))
 
 
-@app.command()
+@app.command(cls=Verb)
 def record(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file (.lp, .lp.gz, .lp.zst), or a folder.")],
     socket: Socket = None,
@@ -132,7 +140,7 @@ def record(
     _collect(socket, host, path, cluster)
 
 
-@app.command()
+@app.command(cls=Verb)
 def agent(
     socket: Socket = None,
     host: Host = "",
@@ -143,7 +151,13 @@ def agent(
     """Collect what this node and its ranks tell, until SIGTERM or Ctrl-C.
 
     Example: diagnosd agent --record /shared/telemetry/ --analyze
-    """
+
+    A job is seen that has these in its environment (the first only where --socket is given):
+
+    \b
+      DIAGNOSD_SOCKET=PATH
+      PYTHONPATH="$(diagnosd --probe-path)${PYTHONPATH:+:$PYTHONPATH}"
+    """  # noqa: D301 - after a backspace, click leaves lines as they are
     if analyze:
         with _analysis(ERROR):
             from diagnosd import run as observed  # noqa: PLC0415
@@ -179,10 +193,27 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _probe_path(asked: bool) -> None:
+    if asked:
+        from diagnosd.agent import PROBE  # noqa: PLC0415
+
+        print(PROBE)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     _: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    __: Annotated[
+        bool,
+        typer.Option(
+            "--probe-path",
+            callback=_probe_path,
+            is_eager=True,
+            help="Show the folder that a job needs on its PYTHONPATH, and exit.",
+        ),
     ] = False,
 ) -> None:
     """The options of diagnosd itself."""

@@ -50,6 +50,7 @@ class Command:
         """Starts it. StartError where the kernel refuses."""
         self.code = 0  # once it has ended: its own, or 128 + the number of the signal that ended it
         self.status = ""  # "exited with 3", "was ended by SIGKILL"
+        self.interrupted = False  # from the terminal, which then shows ^C and leaves the cursor behind it
         self._known = threading.Lock()  # held while its pid is sure to be its own
         self._over = threading.Event()
         restored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores them
@@ -71,6 +72,7 @@ class Command:
     def _pass_on(self, signals: frozenset[signal.Signals]) -> None:
         while True:
             received = signal.sigwaitinfo(signals)
+            self.interrupted |= received.si_code > _BY_PROGRAM and received.si_signo in (signal.SIGINT, signal.SIGQUIT)
             with self._known:
                 if self._over.is_set():
                     break

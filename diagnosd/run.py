@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diagnosd import agent
-from diagnosd.agent import Agent, Batch, Recorder, Sink, declaration, recording_of
+from diagnosd.agent import PROBE, Agent, Batch, Recorder, Sink, declaration, recording_of
 from diagnosd.analysis import Analysis, report
-from diagnosd.analyzer import UNNAMED, Findings, conclude
+from diagnosd.analyzer import UNNAMED, Findings, conclude, leave_the_row
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.point import Point
@@ -35,7 +35,6 @@ log = logging.getLogger("diagnosd.run")
 
 Document = Mapping[str, Any]
 
-PROBE = Path(__file__).parent / "probe/path"  # the one folder that goes on PYTHONPATH
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
@@ -141,6 +140,8 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
         verdicts.join()
     silence = _silence(verdicts, f"{argv[0]} {command.status}", environ)
     with _read_by_somebody(sys.stderr):
+        if command.interrupted:
+            leave_the_row(sys.stderr)
         if silence:
             print(f"diagnosd: no rank reported a step: {silence}", file=sys.stderr)
         elif output == "text":
@@ -170,10 +171,11 @@ def watch(socket: Path, options: Options) -> None:
     agent.log_calmly()
     agent.hold_signals()
     watched, verdicts = _embedded(socket, options, _tell_changes)
-    log.info("watching %s; the probes find it at %s", options.host, socket)
+    log.info("watching %s; %s", options.host, agent.invitation(socket))
     asyncio.run(agent.until_told(watched))
     verdicts.join()
     with _read_by_somebody(sys.stdout):
+        leave_the_row(sys.stdout)
         verdicts.conclude("text", sys.stdout)
 
 

@@ -22,6 +22,7 @@ from diagnosd.recording import read
 
 ROOT = Path(__file__).parents[1]
 DIAGNOSD = [sys.executable, "-m", "diagnosd"]
+PROBE = ROOT / "diagnosd/probe/path"
 PATIENCE_S = 30.0
 VERBS = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -100,6 +101,19 @@ def test_a_usage_error_is_said_and_ends_with_2(arguments: Sequence[str]) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("verb", "usage"), [("run", "[OPTIONS] CMD..."), ("replay", "[OPTIONS] PATH")])
+def test_usage_is_written_as_in_manuals(verb: str, usage: str) -> None:
+    said = diagnosd(verb, "--help").stdout
+    assert said.splitlines()[0] == f"Usage: diagnosd {verb} {usage}"
+    assert "list[str]" not in said
+
+
+def test_the_folder_for_pythonpath_is_told_where_one_looks_for_it() -> None:
+    assert diagnosd("--probe-path").stdout == f"{PROBE}\n"
+    assert "--probe-path" in diagnosd("agent", "--help").stdout
+    assert (PROBE / "sitecustomize.py").is_file()
+
+
 def test_the_version_is_told() -> None:
     assert re.fullmatch(r"diagnosd \d+\.\d+\.\d+\S*\n", diagnosd("--version").stdout)
 
@@ -113,6 +127,8 @@ def test_the_version_is_told() -> None:
         (["record", "text.lp"], "record under another name"),
         (["record", "new.lp", "--socket", "text.lp"], "text.lp is there and is no socket"),
         (["agent", "--analyze", "--socket", "text.lp"], "text.lp is there and is no socket"),
+        (["record", "new.lp", "--socket", "text.lp/s"], "text.lp: File exists; name another path with --socket"),
+        (["record", "new.lp", "--socket", "/proc/s"], "/proc/s: No such file or directory; name another path with"),
         (["agent", "--analyze", "--socket", "s", "--cluster", "text.lp"], "text.lp: not TOML"),
     ],
 )
@@ -156,9 +172,8 @@ def test_everything_that_was_accepted_is_written_when_the_agent_is_told_to_stop(
     _, said = agent.communicate(timeout=PATIENCE_S)
     steps = [each for each in points_of(tmp_path / "new/n01.lp.zst") if each.series.measurement == "diagnosd_step"]
     assert (agent.returncode, len(steps)) == (0, 500)
-    assert said.splitlines() == [
-        f"diagnosd: recording n01 into {tmp_path}/new/n01.lp.zst; the probes find it at {tmp_path}/s"
-    ]
+    where = f"diagnosd: recording n01 into {tmp_path}/new/n01.lp.zst; it sees jobs that have "
+    assert said == f"{where}DIAGNOSD_SOCKET={tmp_path}/s and PYTHONPATH={PROBE} in their environment\n"
     assert not (tmp_path / "s").exists()
 
 

@@ -344,6 +344,30 @@ def test_without_a_terminal_no_control_sequence_is_written() -> None:
     assert "\x1b" not in done.stderr
 
 
+def interrupted(*command: str) -> bytes:
+    """What stands on a terminal on which Ctrl-C was typed when the command had said that it is ready."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *DIAGNOSD, "run", *command],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    deadline = time.monotonic() + PATIENCE_S
+    typed = False
+    while time.monotonic() < deadline:
+        try:
+            said += os.read(ours, 4096)
+        except OSError:
+            break
+        if b"ready" in said and not typed:
+            os.write(ours, b"\x03")
+            typed = True
+    process.wait(PATIENCE_S)
+    os.close(ours)
+    return said
+
+
 def test_ctrl_c_on_the_terminal_reaches_the_command_once_and_the_verdict_is_given() -> None:
     script = """
         import signal, sys, time
@@ -355,25 +379,12 @@ def test_ctrl_c_on_the_terminal_reaches_the_command_once_and_the_verdict_is_give
         time.sleep(0.3)
         print("times:", len(seen))
     """
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *DIAGNOSD, "run", *python(script)],
-        stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, "TERM": "dumb"},
-    )  # fmt: skip
-    os.close(theirs)
-    said = b""
-    deadline = time.monotonic() + PATIENCE_S
-    interrupted = False
-    while time.monotonic() < deadline:
-        try:
-            said += os.read(ours, 4096)
-        except OSError:
-            break
-        if b"ready" in said and not interrupted:
-            os.write(ours, b"\x03")
-            interrupted = True
-    process.wait(PATIENCE_S)
-    os.close(ours)
+    said = interrupted(*python(script))
     assert b"times: 1" in said
     assert b"exited with 0" in said
     assert b"Traceback" not in said
+
+
+def test_a_verdict_does_not_begin_in_the_row_of_the_ctrl_c() -> None:
+    said = interrupted(*sh("echo ready; exec sleep 60")).replace(b"\r", b"")
+    assert b"^C\ndiagnosd: no rank reported a step: sh was ended by SIGINT" in said
