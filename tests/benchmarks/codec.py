@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections import Counter
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from diagnosd import recording
 from diagnosd.point import Decoder, encode
 
+from . import table
 from .mix import mix
 
 if TYPE_CHECKING:
@@ -34,25 +34,18 @@ def rate(values: int, work: Callable[[], object]) -> float:
 
 def main() -> None:
     points = list(mix())
-    count = Counter[str]()
-    for each in points:
-        count[each.series.measurement] += len(each.fields)
-    values = count.total()
+    values = sum(len(each.fields) for each in points)
     ticks = [points[at : at + TICK] for at in range(0, len(points), TICK)]
     lines = [encode(tick) for tick in ticks]
     gc.freeze()  # what was prepared is no part of the work
-    print(
-        f"{len(points)} points, {values} values, {sum(map(len, lines))} bytes:",
-        ", ".join(f"{n} {c}" for n, c in count.items()),
-    )
 
     def decode() -> None:
         decoder = Decoder()
         for chunk in lines:
             decoder.feed(chunk)
 
-    print(f"encode  {rate(values, lambda: [encode(tick) for tick in ticks]) / 1e6:5.2f} M field values/s")
-    print(f"decode  {rate(values, decode) / 1e6:5.2f} M field values/s")
+    table.row("encode", table.rate(rate(values, lambda: [*map(encode, ticks)])))
+    table.row("decode", table.rate(rate(values, decode)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mix.lp.zst"
         with recording.Writer(path) as writer:
@@ -60,7 +53,7 @@ def main() -> None:
                 writer.write(chunk)
                 writer.flush()
         read = rate(values, lambda: [len(batch) for batch in recording.read(path)])
-        print(f"read    {read / 1e6:5.2f} M field values/s from {path.stat().st_size} bytes of zstd")
+        table.row(f"read {path.stat().st_size / 1e6:.1f} MB of zstd with {len(points):,} lines", table.rate(read))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from diagnosd import probe
 from diagnosd.probe import pytorch
 from diagnosd.probe.reporter import OWN_SHARE
 
+from .table import row
+
 BLOCK = 500
 ROUNDS = 15
 LONG_STEPS = 110
@@ -94,12 +96,12 @@ def send() -> None:
 def blocks(job: Job) -> Iterator[tuple[str, list[int]]]:
     yield "without", job.steps()
     job.model._set_ddp_runtime_logging_sample_rate(1)
-    yield "DDP's logging alone", job.steps(job.read_log)
+    yield "nothing but DDP's own logging", job.steps(job.read_log)
     job.model._set_ddp_runtime_logging_sample_rate(100)
     with probing():
-        yield "probe", job.steps()
+        yield "the probe", job.steps()
     with probing():
-        yield "probe, training thread sends", job.steps(after_step=send)
+        yield "the probe, whose training thread sends", job.steps(after_step=send)
 
 
 def short_steps(job: Job) -> None:
@@ -108,14 +110,12 @@ def short_steps(job: Job) -> None:
     for _ in range(ROUNDS):
         for name, durations in blocks(job):
             found.setdefault(name, []).append(median(durations) / 1e3)
-    plain = found["without"]
-    print(f"{ROUNDS} rounds of blocks of {BLOCK} steps; median step, and median difference to the block without:")
+    plain = found.pop("without")
+    row(f"a step of a small DDP model, {ROUNDS} blocks of {BLOCK}", f"{median(plain):.0f} us")
     for name, medians in found.items():
         difference = sorted(one - other for one, other in zip(medians, plain, strict=True))
         low, high = difference[len(difference) // 4], difference[-len(difference) // 4]
-        print(
-            f"  {name:30} {median(medians):7.1f} us  {median(difference):+6.1f} us  (middle half {low:+.1f} to {high:+.1f})"
-        )
+        row(f"  with {name}", f"{median(difference):+.1f} us (middle half {low:+.1f} to {high:+.1f})")
 
 
 def long_steps(job: Job) -> None:
@@ -127,9 +127,8 @@ def long_steps(job: Job) -> None:
             job.step(batch, bool)
         reporter.play()
     costs = reporter.costs[5:]
-    print(
-        f"own time of the training thread: {median(costs) / 1e3:.1f} us of a 50 ms step, {median(costs) / 50e6:.3%} (limit {OWN_SHARE:.1%})"
-    )
+    share = f"{median(costs) / 50e4:.3f} % (limit {100 * OWN_SHARE:.1f} %)"
+    row("the training thread's own time in a step of 50 ms", f"{median(costs) / 1e3:.1f} us, {share}")
 
 
 def main() -> None:
@@ -147,7 +146,7 @@ def main() -> None:
         job = Job()
         short_steps(job)
         long_steps(job)
-        print(f"{probe.live().sender.dropped} messages dropped")
+        row("messages of the probe dropped meanwhile", str(probe.live().sender.dropped))
         dist.destroy_process_group()
 
 

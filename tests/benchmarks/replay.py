@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import platform
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,6 +12,7 @@ from time import process_time
 from diagnosd import analyzer, recording
 from diagnosd.point import encode
 
+from . import table
 from .mix import mix
 
 ROUNDS = 5
@@ -35,12 +35,6 @@ def replay(path: Path) -> str:
     return told.getvalue()
 
 
-def machine() -> str:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    name = models[0].partition(":")[2].strip() if models else platform.machine()
-    return f"{name}, Python {platform.python_version()}"
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mix.lp.zst"
@@ -50,11 +44,9 @@ def main() -> None:
         for _ in range(ROUNDS):
             begin = process_time()
             told.add(replay(path))
-            rates.append(values / (process_time() - begin) / 1e6)
-    print(
-        f"replay  {median(rates):5.2f} M field values/s (min {min(rates):.2f}, max {max(rates):.2f} of {ROUNDS})"
-        f" from {lines} lines with {values} values; {machine()}"
-    )
+            rates.append(values / (process_time() - begin))
+    spread = f"(min {min(rates) / 1e6:.2f}, max {max(rates) / 1e6:.2f} of {ROUNDS})"
+    table.row(f"replay to verdict, {lines:,} lines", f"{table.rate(median(rates))} {spread}")
     if len(told) != 1:
         raise SystemExit("the same recording gave different verdicts")
 
