@@ -21,7 +21,8 @@ from bed.scenarios import SCENARIOS, Scenario
 from typer.models import OptionInfo
 
 from diagnosd import schema
-from diagnosd.analysis.causes import CAUSES, RIVALS
+from diagnosd.analysis.causes import CAUSES
+from diagnosd.analysis.figures import percent
 from diagnosd.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -93,10 +94,7 @@ def causes() -> str:
 
 def _causes() -> Iterator[Sequence[str]]:
     for cause in CAUSES.values():
-        least = (
-            f"{cause.least:.0%}".replace("%", " %") if cause in RIVALS or cause.code == "communication_bound" else ""
-        )
-        yield f"**{cause.code}**", cause.title, cause.owner, least
+        yield f"**{cause.code}**", cause.title, cause.owner, percent(cause.least) if cause.least else ""
         for code, subtype in cause.subtypes.items():
             yield f"&emsp;{code}", subtype.title, subtype.owner, ""
 
