@@ -73,13 +73,14 @@ class Comparison:
     own_observed: Floats  # [R,len(OWN)]
     last: Floats  # [R] share of the cycles in which each was the last to arrive
     apart: bool  # whether by more than the clocks' noise, so that it means something
-    timed: bool  # whether the collectives themselves were timed
+    timed: bool  # whether the collectives themselves were timed, by clocks that are aligned
     loads: Bools  # [R] which ranks load data
     empty: Floats  # [R] share of the steps that found the prefetch queue empty; NaN where unknown
     full: Floats  # [R] share of those that found it full
     workers: Floats  # [R] loader workers; NaN where unknown
     sync_bytes: float  # median size of the collective; NaN where unknown
     from_start: bool
+    mixed: bool = False  # whether part of the step may be computing, waiting for others or transferring: nobody can say
     _rates: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
     _gauges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
 
@@ -219,7 +220,8 @@ def compare(trace: Trace, job: Job, history: History, against: str, healthy: Int
         own_observed=own,
         last=np.array([float((last == column).mean()) for column in range(len(history.ranks))]),
         apart=_are_apart(history.floats("late", recent), history.noise),
-        timed=bool(history.get("timed", recent).all()),
+        timed=bool(history.get("timed", recent).all()) and bool(np.isfinite(history.noise)),
+        mixed=bool(observed[PART["mixed"]] > 0),
         loads=_loads(job, history.ranks, own),
         empty=_share(queue <= 0, queue),
         full=_share(queue >= history.floats("queue_size", recent), queue),

@@ -18,7 +18,10 @@ Exits are simultaneous to first order. That aligns the hosts' clocks without tru
 the median over steps of (its exit - the median exit). It is taken off only where it exceeds its own noise.
 
 Where a collective was not timed but its blocking time `comm` is known, its end is placed before what follows it in the
-step. Where not even that is known, the slowest rank's own phases are all that can be said.
+step. Where not even that is known, waiting for the others and transferring hide somewhere in the phases: a device's
+backward pass contains DDP's all-reduce, and a rank that waits in it seems to compute. Then only what no collective can
+hide in is a rank's own: waiting for data, copying to the device, saving and evaluating. The step is told along the rank
+with most of that, and all the rest of it is `mixed`, which no cause explains.
 """
 
 from __future__ import annotations
@@ -29,24 +32,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from diagnosd.analysis.steps import Steps
+from diagnosd.analysis.steps import CLOCKS, Steps
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 # In the order in which a step runs through them.
-OWN = ("data_wait", "h2d", "forward", "backward", "blocked", "optimizer", "checkpoint", "eval", "other")
+OWN = ("data_wait", "h2d", "forward", "backward", "blocked", "optimizer", "checkpoint", "eval", "mixed", "other")
+REPORTED = OWN[: OWN.index("mixed")]
 PARTS = (*OWN, "transfer", "release")
 PART = {name: column for column, name in enumerate(PARTS)}
 AFTER = ("optimizer", "checkpoint", "eval", "blocked")  # what may stand behind the collective within its step
 
 COMPUTE = ("forward", "backward", "optimizer")
+SURE = ("data_wait", "h2d", "checkpoint", "eval")  # in which no rank waits for another
 HOST = ("h2d", "blocked", "other")
 NETWORK = ("transfer", "release")
 
 # Below this a host's offset is not worth correcting: it is less than any effect that is judged (5 % of a 50 ms step).
 LEAST_OFFSET_S = 1e-3
+LEAST_MEETINGS = 5  # that align clocks: two that were disturbed do not move the median
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,15 @@ class Phases:
     enter: Floats  # [S,R] of the step's largest blocking collective
     exit: Floats  # [S,R]
     comm: Floats  # [S,R]
-    own: Floats  # [S,R,len(OWN)]; `other` is ignored, it is what remains
+    own: Floats  # [S,R,len(OWN)]; `mixed` and `other` are ignored, they are what remains
 
     @classmethod
     def of(cls, steps: Steps, rows: slice, origin: int) -> Phases:
         end = np.where(steps.end[rows] > 0, (steps.end[rows] - origin) / 1e9, np.nan)
-        own = np.stack([steps.column(name)[rows] for name in OWN], axis=-1)
+        own = np.full((*end.shape, len(OWN)), np.nan)
+        own[..., : len(REPORTED)] = steps.columns(REPORTED, rows)
+        # The host is blocked while the device works: on the device's clock that time is in its phases already.
+        own[..., OWN.index("blocked")][steps.clock[rows] == CLOCKS.index("device")] = np.nan
         gap = steps.column("device_gap")[rows]
         # An asynchronous device hides the part of a wait during which it was busy (telemetry.md 4).
         own[..., 0] = np.where(np.isnan(gap), own[..., 0], np.fmin(own[..., 0], gap))
@@ -88,12 +97,15 @@ class Cycles:
 def align(leave: Floats, hosts: Sequence[str]) -> tuple[Floats, float]:
     """Offset of each rank's clock [R] from the median of all, and the noise that is left, both in seconds.
 
-    `leave` [S,R]: when each rank left the same collectives. The noise is robust (1.4826 MAD).
+    `leave` [S,R]: when each rank left the same collectives. The noise is robust (1.4826 MAD); it is infinite while the
+    clocks of several hosts cannot be compared: then nobody knows who was last.
     """
     complete = leave[~np.isnan(leave).any(axis=1)]
     none = np.zeros(leave.shape[1])
-    if len(complete) < 5 or len(set(hosts)) < 2:
+    if len(set(hosts)) < 2:
         return none, 0.0
+    if len(complete) < LEAST_MEETINGS:
+        return none, np.inf
     apart = complete - np.median(complete, axis=1, keepdims=True)
     offset = none
     for host in set(hosts):
@@ -109,7 +121,7 @@ def decompose(phases: Phases, offset: Floats) -> Cycles:
 
     Steps that a rank has not sent are left out, with the cycle that would begin in them.
     """
-    enter, leave = _meeting(phases)
+    enter, leave = meeting(phases)
     rows = np.flatnonzero(~np.isnan(phases.end).any(axis=1))
     met = _finite(enter + leave)
     follows = np.zeros(len(met), dtype=bool)
@@ -136,13 +148,13 @@ def _middle(values: Floats) -> Floats:
     return ordered[:, half] if values.shape[1] % 2 else (ordered[:, half - 1] + ordered[:, half]) / 2
 
 
-def _meeting(phases: Phases) -> tuple[Floats, Floats]:
-    """When each rank entered and left the collective; from `comm` where it was not timed."""
+def meeting(phases: Phases) -> tuple[Floats, Floats]:
+    """When each rank entered and left the collective [S,R]; from `comm` where it was not timed, else NaN."""
     behind = _or_zero(phases.own[..., [OWN.index(name) for name in AFTER]]).sum(axis=-1)
     timed = _finite(phases.enter + phases.exit)[:, None]
     leave = np.where(timed, phases.exit, phases.end - behind)
     enter = np.where(timed, phases.enter, leave - phases.comm)
-    return enter, leave
+    return enter, np.where(np.isnan(enter), np.nan, leave)
 
 
 def _joined(phases: Phases, enter: Floats, leave: Floats, offset: Floats, rows: Ints) -> Cycles:
@@ -166,7 +178,7 @@ def _own(phases: Phases, leave: Floats, rows: Ints, between: Floats) -> Floats:
     Phases that stand behind the collective belong to the cycle that follows. Phases that overlap are scaled to fit.
     """
     named = _or_zero(phases.own)
-    named[..., OWN.index("other")] = 0.0
+    named[..., len(REPORTED) :] = 0.0
     room = np.maximum(phases.end - leave, 0.0)
     behind = np.zeros_like(named)
     for name in AFTER:
@@ -182,22 +194,22 @@ def _own(phases: Phases, leave: Floats, rows: Ints, between: Floats) -> Floats:
 
 
 def _alone(phases: Phases, rows: Ints) -> Cycles:
-    """Steps of one rank, or of ranks of whom nobody knows when they meet: the slowest is the step."""
+    """Steps of one rank, or of ranks of whom nobody knows when they meet."""
     duration, own = phases.duration[rows], _or_zero(phases.own[rows])
-    comm = _or_zero(phases.comm[rows])
-    own[..., OWN.index("other")] = 0.0
-    total = own.sum(axis=-1) + comm
-    scale = np.divide(duration, total, out=np.ones_like(total), where=total > duration)
-    own *= scale[..., None]
-    comm *= scale
-    own[..., OWN.index("other")] = np.maximum(duration - own.sum(axis=-1) - comm, 0.0)
-    last, each = _or_zero(duration).argmax(axis=1), np.arange(len(rows))
+    own[..., len(REPORTED) :] = 0.0
+    several = duration.shape[1] > 1
+    if several:
+        own[..., [OWN.index(name) for name in REPORTED if name not in SURE]] = 0.0
+    total = own.sum(axis=-1)
+    own *= np.divide(duration, total, out=np.ones_like(total), where=total > duration)[..., None]
+    rest = np.maximum(duration - own.sum(axis=-1), 0.0)
+    own[..., OWN.index("mixed" if several else "other")] = rest
+    whose, each = (duration - rest).argmax(axis=1), np.arange(len(rows))
     parts = np.zeros((len(rows), len(PARTS)))
-    parts[:, : len(OWN)], parts[:, PART["transfer"]] = own[each, last], comm[each, last]
-    unknown = np.full(duration.shape, np.nan)
-    whose = last if duration.shape[1] > 1 else np.zeros_like(last)
-    ended = phases.end[rows][each, last]
-    return Cycles(rows, ended, duration[each, last], parts, own, unknown, whose, np.zeros(len(rows), dtype=bool))
+    parts[:, : len(OWN)] = own[each, whose]
+    unknown, last = np.full(duration.shape, np.nan), np.full(len(rows), -1 if several else 0)
+    ended = phases.end[rows][each, whose]
+    return Cycles(rows, ended, duration[each, whose], parts, own, unknown, last, np.zeros(len(rows), dtype=bool))
 
 
 def _in_order(a: Cycles, b: Cycles) -> Cycles:

@@ -133,7 +133,7 @@ def _expected(c: Comparison, parts: tuple[str, ...]) -> float:
 
 def transfer(c: Comparison) -> Iterator[Reading]:
     """Only where it is apart from waiting: timed, or the least any rank was blocked."""
-    if len(c.ranks) > 1:
+    if len(c.ranks) > 1 and not c.mixed:
         yield from _grew(c, "transfer, after the last had arrived,", NETWORK)
 
 
@@ -193,7 +193,7 @@ def host_gap(c: Comparison) -> Iterator[Reading]:
 
     Where a third of a healthy step lies in no phase, phases are missing, and the rest is not the host's.
     """
-    if c.expected[PART["other"]] < c.step / 3:
+    if c.expected[PART["other"]] < c.step / 3 and not c.mixed:
         yield from _grew(c, "time outside of every phase", HOST)
 
 

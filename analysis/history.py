@@ -9,7 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis.baseline import CHANNELS
-from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, OWN, PART, Cycles, Phases, align, decompose
+from diagnosd.analysis.decompose import (
+    COMPUTE,
+    HOST,
+    NETWORK,
+    OWN,
+    PART,
+    Cycles,
+    Phases,
+    align,
+    decompose,
+    meeting,
+)
 from diagnosd.analysis.steps import KINDS, Steps
 
 Floats = npt.NDArray[np.float64]
@@ -18,7 +29,8 @@ Bools = npt.NDArray[np.bool_]
 
 KEEP = 1024  # cycles: five windows of the baseline
 LOST_S = 10.0  # what a rank has not sent so long after the others will not come: three times the lateness
-REALIGN = 25  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
+REALIGN = 50  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
+ALIGNED_BY = 200  # steps: their median knows the offset to a tenth of what single meetings scatter by
 SILENT_S = 30.0  # a rank that has sent no step for so long, while others did, is left out until it does: 30 heartbeats
 _MINOR = 0.01  # of a cycle: a checkpoint or an evaluation that takes less does not change what kind of step it is
 
@@ -34,7 +46,7 @@ class History:
         self.first = 0
         self.count = 0
         self.newest = 0  # ns: end of the newest step taken
-        self.noise = 0.0  # s, that the clocks of hosts differ by from step to step
+        self.noise = 0.0  # s, that the clocks of hosts differ by from step to step; infinite while they are not aligned
         self._offset: Floats = np.zeros(len(ranks))
         self._aligned = -REALIGN
         size, across = 64, len(ranks)
@@ -93,7 +105,8 @@ class History:
         if self.count - self._aligned < REALIGN and self.count > REALIGN:
             return
         self._aligned = self.count
-        self._offset, self.noise = align(steps.sync_exit[-200:], self.hosts)
+        _, leave = meeting(Phases.of(steps, slice(max(len(steps) - ALIGNED_BY, 0), len(steps)), self.origin))
+        self._offset, self.noise = align(leave, self.hosts)
 
     def _append(
         self, cycles: Cycles, steps: Steps, start: int, each: Callable[[int, Floats, float, bool], None]
@@ -109,11 +122,14 @@ class History:
         work = _work(steps, rows)
         whole = work.sum(axis=1)
         compute = cycles.own[..., [OWN.index(name) for name in COMPUTE]].sum(axis=-1)
-        arrays["compute_per_work"][place] = compute / np.where(work > 0, work, nan)
+        mixed = cycles.own[..., OWN.index("mixed")] > 0
+        arrays["compute_per_work"][place] = np.where(mixed, nan, compute) / np.where(work > 0, work, nan)
         arrays["work"][place] = whole
         size = steps.column("sync_bytes")[rows]
         arrays["sync_bytes"][place] = np.where(np.isnan(size), 0.0, size).max(axis=1)
         usable = _usable(cycles, steps, rows)
+        # Ranks that met by clocks which nobody has compared yet: who was last, and when, is not known.
+        usable &= np.isfinite(self.noise) | np.isnan(cycles.late).any(axis=1)
         arrays["usable"][place] = usable
         channels = _channels(cycles)
         for index in range(count):

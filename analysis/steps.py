@@ -73,6 +73,10 @@ class Steps:
         """[S,R] in SI units, NaN where absent; sync_enter and sync_exit in seconds since the trace's origin."""
         return self._values[..., _PLACE[name]]
 
+    def columns(self, names: tuple[str, ...], rows: slice) -> Floats:
+        """[rows,R,names] several columns at once, a copy."""
+        return self._values[rows][..., [_PLACE[name] for name in names]]
+
     @property
     def sync_enter(self) -> Floats:
         return self.column("sync_enter")

@@ -71,6 +71,9 @@ class Layout:
     varying: float = 0.0  # relative scatter of the samples a step
     sync: bool = True  # the collectives are timed
     comm: bool = True
+    device: bool = (
+        False  # phases by the clock of a device, whose backward pass contains the all-reduce that nobody timed
+    )
     without: frozenset[str] = frozenset()  # measurements that nobody sends
     dropped: frozenset[str] = frozenset()  # fields of diagnosd_step that nobody sends
     name: str = "train"
@@ -329,7 +332,16 @@ class _Job:
             for name in ("data_wait", "forward", "backward", "optimizer", "comm", "checkpoint", "eval")
         )
         fields["other"] = max(fields["duration"] - known, 0.0)
-        if len(self.ranks) > 1 and plan.sync:
+        if plan.device:
+            fields |= {
+                "clock": "device",
+                "device_gap": wait,
+                "backward": leave - at - wait - forward,
+                "blocked": leave - at,
+            }
+            fields["other"] = fields["duration"] - (leave - at) - plan.optimizer
+            del fields["comm"]
+        elif len(self.ranks) > 1 and plan.sync:
             fields |= {
                 "sync_enter": self.ns(enter, rank.host),
                 "sync_exit": self.ns(leave, rank.host),

@@ -57,6 +57,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "one rank": {"ranks": 1},
     "collectives that nobody timed": {"sync": False},
     "ranks that never tell when they meet": {"sync": False, "comm": False},
+    "clocks apart, and collectives that nobody timed": {"sync": False, "offsets": (0.2, -0.3)},
+    "devices whose collectives nobody timed": {"device": True, "ranks": 4},
     "a declared fabric": {"declared": DECLARED, "ranks": 4},
     "a loader with little to spare": {"fetch": 0.165, "noise": 0.05},
 }
@@ -88,6 +90,14 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any], str, str | None, tuple[str, ...]]
     "a slow rank by another clock": (
         Fault("slow_rank", 20, 40, 1, 2.0), {**HEAVY, "offsets": (0.2, -0.3)}, "straggler", None, RANK),
     "a slow rank nobody timed": (Fault("slow_rank", 20, 40, 1, 2.0), {**HEAVY, "sync": False}, "straggler", None, RANK),
+    "a slow loader nobody timed, by another clock": (
+        Fault("loader", 20, 40, 1, 0.4), {"sync": False, "offsets": (0.2, -0.3)}, "data_starvation", None, RANK),
+    "a throttled port nobody timed, by another clock": (
+        Fault("bandwidth", 20, 40, 1, 0.2), {"sync": False, "offsets": (0.2, -0.3)}, "network_congestion", None, NIC),
+    "a slow loader of eight devices": (
+        Fault("loader", 20, 40, 1, 0.6), {"device": True, "ranks": 8}, "data_starvation", "loader_slow", RANK),
+    "slow loaders of eight devices": (
+        Fault("loader", 20, 40, None, 0.6), {"device": True, "ranks": 8}, "data_starvation", "loader_slow", ALL),
     "a slow checkpoint": (
         Fault("checkpoint", 20, 40, 0, 2.0), {"checkpoint_every": 10}, "checkpoint_stall", None, ("rank:0", "host:h0")),
     "a busy machine": (Fault("busy_host", 20, 40, None, 2.5), HEAVY, "host_stall", None, ALL),
@@ -334,6 +344,23 @@ def test_a_missing_source_makes_no_verdict_surer_and_none_wrong(missing: str) ->
         assert all(
             document["confidence"] <= whole["confidence"] for document in part if document["cause"] == whole["cause"]
         )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("bandwidth", 20, 80, 4, 0.2),
+        Fault("slow_rank", 20, 80, 1, 2.5),
+        Fault("busy_host", 20, 80, None, 2.5),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_of_devices_that_wait_in_their_backward_pass_nobody_is_said_to_compute_longer(fault: Fault) -> None:
+    points, _ = job(Layout(seconds=100, device=True, ranks=8, ranks_a_host=4, **HEAVY), fault, seed=3)
+    document = one(judge(points)[0])
+    assert document["cause"] == "unknown"
+    assert document["next"]
+    assert "comput" not in " ".join(evidence["text"] for evidence in document["evidence"])
 
 
 def test_two_jobs_on_the_same_hosts_are_judged_apart() -> None:

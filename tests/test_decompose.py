@@ -93,6 +93,12 @@ def test_clocks_apart_by_half_a_second_are_aligned_by_the_ends_of_the_collective
     assert cycles.parts[:, PART["transfer"]] == pytest.approx(0.03, abs=1e-3)
 
 
+def test_clocks_that_met_too_seldom_are_not_called_aligned() -> None:
+    leave = np.cumsum(np.full((4, 2), 0.2), axis=0) + np.array([0.3, -0.3])
+    assert align(leave, ("a", "b"))[1] == np.inf
+    assert align(leave, ("a", "a"))[1] == 0.0
+
+
 def test_an_offset_below_its_noise_is_not_taken_off() -> None:
     rng = np.random.default_rng(5)
     leave = np.cumsum(np.full(20, 0.2))[:, None] + rng.normal(0, 0.02, (20, 2)) + np.array([0.001, -0.001])
@@ -108,6 +114,18 @@ def test_without_timed_collectives_the_least_blocked_rank_is_the_last() -> None:
     assert not cycles.timed.any()
     assert (cycles.last == 1).all()
     assert cycles.parts[:, PART["transfer"]] == pytest.approx(0.05)
+
+
+def test_of_ranks_that_meet_nobody_knows_when_only_what_hides_no_waiting_is_told() -> None:
+    phases = meeting(even(5, 3, 0.1), np.full(5, 0.05), even(5, 3, 0.01))
+    own, blind = phases.own.copy(), np.full_like(phases.enter, np.nan)
+    own[..., OWN.index("data_wait")] = [0.0, 0.08, 0.02]
+    own[..., OWN.index("blocked")] = 0.15
+    cycles = decompose(Phases(phases.end, phases.duration, blind, blind, blind, own), np.zeros(3))
+    assert (cycles.last == -1).all()
+    assert cycles.parts[:, PART["data_wait"]] == pytest.approx(0.08)
+    assert cycles.parts[:, PART["mixed"]] == pytest.approx(0.08)
+    assert sums_exactly(cycles)
 
 
 def test_a_rank_alone_keeps_its_own_phases_and_its_communication_in_one_piece() -> None:
