@@ -212,10 +212,10 @@ SCENARIOS = {
         ),
         Scenario(
             "checkpoint_stall",
-            "The storage of the checkpoints, one every ten steps, takes two seconds longer.",
+            "The storage of the checkpoints, one every five steps, takes two seconds longer.",
             checkpoint_stall,
             cause="checkpoint_stall",
-            train=("--checkpoint-every", "10"),
+            train=("--checkpoint-every", "5"),
         ),
         Scenario("healthy_checkpoint", "A checkpoint every ten steps, as ever.", train=("--checkpoint-every", "10")),
         Scenario("healthy_eval", "An evaluation every twenty steps.", train=("--eval-every", "20")),
