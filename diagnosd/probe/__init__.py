@@ -93,10 +93,10 @@ class phase:  # noqa: N801
             _note(Steps.leave, t)
 
 
-def _note(method: Any, *arguments: Any) -> None:
+def _note(method: Any, t: int, *arguments: Any) -> None:
     own = live()
     if own.thread == thread_id():
-        own.notes.append((method, 0, *arguments))
+        own.notes.extend((method, 0, t, arguments))
 
 
 _complained = False

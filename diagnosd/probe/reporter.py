@@ -28,7 +28,7 @@ from diagnosd.probe.steps import BACKWARD, COMM, DATA_WAIT, FORWARD, NAMES, OPTI
 OWN_SHARE = 0.004
 OWN_STEPS = 100
 OWN_SPARED = 5
-NOTES = 10_000  # of some 8 a step: a process that never registers has nobody who takes them
+NOTES = 40_000  # entries, of some 32 a step: a process that never registers has nobody who takes them
 COLD = 3  # times what a note takes in a loop, it takes between two steps' arithmetic: 17 us for 6 were seen
 
 _TOLD_AS_ZERO = (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, COMM)  # once the process has been in them
@@ -40,7 +40,9 @@ _OFF = ("off", "0", "no", "false")
 clock = time.perf_counter_ns
 thread_id = threading.get_ident
 
-Note = Tuple[Any, ...]  # a method of Steps, ns that taking the note cost beside the note, the method's arguments
+# A note is four entries in a row: a method of Steps, the ns that finding its arguments out took, its time, its other
+# arguments. In a row, because what is kept in tuples is memory that the next notes find cold.
+NOTE = 4
 Told = Callable[[Mapping[str, float], int], bytes]  # a step's message, from its device times and its number
 
 
@@ -51,7 +53,7 @@ class Reporter:
         self.on = environ.get("DIAGNOSD", "").lower() not in _OFF
         self.registered = False
         self.thread = threading.main_thread().ident if self.on else 0  # the one whose time is accounted; 0 for none
-        self.notes: Deque[Note] = deque(maxlen=NOTES)
+        self.notes: Deque[Any] = deque(maxlen=NOTES)
         self.points: Deque[Callable[[int], bytes]] = deque()  # messages on their way to the watching thread
         self.steps = Steps(self._step_over)
         self.own_share: Optional[float] = OWN_SHARE
@@ -74,7 +76,7 @@ class Reporter:
         self._environ = environ
         self._job = ""
         self._pid = 0
-        self._trains = False
+        self.training = 0  # the same, once a call that only training makes has been seen
         self._playing = threading.Lock()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -85,13 +87,12 @@ class Reporter:
 
         The first such call decides which thread that is, and makes this process known.
         """
-        if not self._trains and self.on:
-            self._trains = True
+        if not self.training and self.on:
             if self.thread != thread_id():
                 self.notes.clear()
-                self.thread = thread_id()
+            self.thread = self.training = thread_id()
             self.register()
-        return self.thread == thread_id()
+        return self.training == thread_id()
 
     def register(self) -> None:
         """Training shows in this process: from now on the agent knows it. Called by the thread that trains."""
@@ -123,7 +124,7 @@ class Reporter:
         """No more steps from this process. Its place among the ranks stays: it is not dead."""
         if not self.on:
             return
-        self.on, self.thread = False, 0
+        self.on, self.thread, self.training = False, 0, 0
         sys.stderr.write("diagnosd: the probe in process %d switched itself off: %s\n" % (os.getpid(), reason))
         for put_back in self.at_off:
             put_back()
@@ -138,9 +139,9 @@ class Reporter:
         """At exit: the last step, whose end nothing followed, and what still waits."""
         if os.getpid() != self._pid:  # inherited by a fork
             return
-        self.notes.append((Steps.end_of_pending, 0, clock()))
+        self.notes.extend((Steps.end_of_pending, 0, clock(), ()))
         self.play()
-        self.on, self.thread = False, 0
+        self.on, self.thread, self.training = False, 0, 0
         self.overdue()
         self.play()
         self.sender.flush()
@@ -155,7 +156,7 @@ class Reporter:
         self.steps = Steps(self._step_over)
         self.on = self.on and not self.registered
         self.thread = thread_id() if self.on else 0
-        self._trains = False
+        self.training = 0
         self._playing = threading.Lock()
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -164,12 +165,13 @@ class Reporter:
         """Account for what was noted so far. By the watching thread, and at exit."""
         with self._playing:
             if len(self.notes) == NOTES:
-                self.off("its thread was kept from running for %d notes" % NOTES)
+                self.off("its thread was kept from running for %d notes" % (NOTES // NOTE))
             try:
+                take = self.notes.popleft
                 while self.notes and self.on:
-                    method, cost, *arguments = self.notes.popleft()
+                    method, cost, t, arguments = take(), take(), take(), take()
                     self._cost += cost + self._note_ns
-                    method(self.steps, *arguments)
+                    method(self.steps, t, *arguments)
             except Exception as error:
                 self.fault("accounting", error)
             while self.points:
@@ -258,11 +260,11 @@ def _encoded(
 
 def _note_ns() -> int:
     """What a note takes in a loop."""
-    notes: Deque[Note] = deque()
+    notes: Deque[Any] = deque()
     thread, began = thread_id(), clock()
     for _ in range(200):
         if thread == thread_id():
-            notes.append((Steps.leave, 0, clock()))
+            notes.extend((Steps.leave, 0, clock(), ()))
     return (clock() - began) // 200
 
 

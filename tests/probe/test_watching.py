@@ -36,7 +36,7 @@ def looks(reporter: Reporter, agent: Agent, *, times: int = 1, hang_seconds: flo
 
 
 def test_the_phase_that_lasts_is_told_with_its_step(reporter: Reporter, agent: Agent) -> None:
-    reporter.notes.append((Steps.backward_begins, 0, clock() - 5_000_000_000))
+    reporter.notes.extend((Steps.backward_begins, 0, clock() - 5_000_000_000, ()))
     (fields,) = looks(reporter, agent)
     assert (fields["phase"], fields["step"]) == ("backward", 0)
     assert 5 <= fields["phase_seconds"] < 65
@@ -45,13 +45,13 @@ def test_the_phase_that_lasts_is_told_with_its_step(reporter: Reporter, agent: A
 
 def test_in_a_collective_its_group_and_count_are_told(reporter: Reporter, agent: Agent) -> None:
     reporter.collective = ("tp:4", 17)
-    reporter.notes.append((Steps.enter, 0, clock(), COMM))
+    reporter.notes.extend((Steps.enter, 0, clock(), (COMM,)))
     (fields,) = looks(reporter, agent)
     assert (fields["phase"], fields["group"], fields["seq"]) == ("collective", "tp:4", 17)
 
 
 def test_a_phase_that_lasts_too_long_shows_its_stack_once(reporter: Reporter, agent: Agent) -> None:
-    reporter.notes.append((Steps.enter, 0, clock() - 1_000_000_000, BACKWARD))
+    reporter.notes.extend((Steps.enter, 0, clock() - 1_000_000_000, (BACKWARD,)))
     first, second = looks(reporter, agent, times=2, hang_seconds=0.5)
     assert "test_a_phase_that_lasts_too_long_shows_its_stack_once test_watching.py:" in first["stack"]
     assert "stack" not in second
@@ -87,7 +87,7 @@ def test_of_more_notes_than_are_kept_the_probe_makes_no_steps(
     reporter: Reporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(20_000):
-        reporter.notes.append((Steps.leave, 0, 1))
+        reporter.notes.extend((Steps.leave, 0, 1, ()))
     reporter.play()
     assert not reporter.on
     assert "kept from running" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_of_more_notes_than_are_kept_the_probe_makes_no_steps(
 def test_a_note_that_makes_no_sense_switches_the_probe_off(
     reporter: Reporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reporter.notes.append((Steps.leave, 0, 1))
+    reporter.notes.extend((Steps.leave, 0, 1, ()))
     reporter.play()
     assert not reporter.on
     assert "accounting" in capsys.readouterr().err

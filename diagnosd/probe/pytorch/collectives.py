@@ -95,8 +95,8 @@ class _Collectives:
         return wait
 
     def _timed(self, message: Message, began: int, original: Any, args: Any, kwargs: Any) -> Any:
-        note, sync = self._reporter.notes.append, None
-        note((Steps.enter, clock() - began, began, COMM))
+        note, sync = self._reporter.notes.extend, None
+        note((Steps.enter, clock() - began, began, (COMM,)))
         self._inside = True
         try:
             result = original(*args, **kwargs)
@@ -107,7 +107,7 @@ class _Collectives:
             return result
         finally:
             self._inside = False
-            note((Steps.collective_ends, 0, clock(), sync))
+            note((Steps.collective_ends, 0, clock(), (sync,)))
 
     def _keep(self, work: int, message: Message) -> None:
         if len(self._issued) >= ISSUED:

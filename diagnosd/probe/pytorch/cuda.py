@@ -38,19 +38,30 @@ class Device:
     """Does nothing until a backward begins at a tensor on a device; the host's clock serves until then."""
 
     def __init__(self, torch: Any, reporter: Reporter) -> None:
-        self.kind: Optional[str] = None  # "cpu", "cuda", ... once a backward has been seen
+        self.kind = ""  # "cpu", "cuda", ... once a backward has been seen
+        self.active = True  # until it is known that there is nothing to do
         self._torch, self._reporter = torch, reporter
         self._held: Deque[_Held] = deque()
         self._open: Optional[Tuple[str, Any]] = None
         self._last: Any = None  # event
 
-    def seen(self, tensors: Any) -> None:
-        """What a backward begins at."""
+    def backward_begins(self, tensors: Any) -> None:
+        """At these; the first time they tell on what the model runs."""
+        if not self.kind:
+            self._meet(tensors)
+        self.passes(FORWARD, BACKWARD)
+
+    def optimizer_ends(self) -> None:
+        self.passes(OPTIMIZER, None)
+        self.look()
+
+    def _meet(self, tensors: Any) -> None:
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
         self.kind = tensor.device.type if isinstance(tensor, self._torch.Tensor) else "cpu"
+        self.active = self.kind == "cuda"
         if self.kind != "cpu":
             self._reporter.device = self.kind
-        if self.kind == "cuda":
+        if self.active:
             self._reporter.tell, self._reporter.overdue = self._hold, self.give_up
 
     def passes(self, ended: Optional[str], begun: Optional[str]) -> None:
@@ -74,7 +85,7 @@ class Device:
         return event
 
     def interval(self, phase: str, begin: Any, end: Any) -> None:
-        self._reporter.notes.append((Steps.mark, 0, clock(), (phase, begin, end)))
+        self._reporter.notes.extend((Steps.mark, 0, clock(), ((phase, begin, end),)))
 
     def look(self) -> None:
         """By the training thread: the steps that are over on the device too may be told."""
@@ -149,15 +160,15 @@ def _copy(reporter: Reporter, device: Device, compiling: Callable[[], bool], ori
 
 
 def _synchronize(reporter: Reporter, original: Any) -> Any:
-    note = reporter.notes.append
+    note = reporter.notes.extend
 
     def synchronize(*args: Any, **kwargs: Any) -> Any:
         if thread_id() != reporter.thread:
             return original(*args, **kwargs)
-        note((Steps.enter, 0, clock(), BLOCKED))
+        note((Steps.enter, 0, clock(), (BLOCKED,)))
         try:
             return original(*args, **kwargs)
         finally:
-            note((Steps.leave, 0, clock()))
+            note((Steps.leave, 0, clock(), ()))
 
     return synchronize

@@ -14,7 +14,8 @@ import functools
 import sys
 import time
 import weakref
-from typing import Any, Dict, List, Optional, Tuple
+from collections import deque
+from typing import Any, Deque, Dict, Optional, Tuple
 
 from diagnosd.probe.pytorch import groups, patching
 from diagnosd.probe.pytorch.cuda import FORWARD, Device
@@ -25,6 +26,7 @@ from diagnosd.probe.steps import Steps, Sync
 # than the probe may take, so only every tenth or hundredth iteration is read; all ranks count them alike.
 RATES = ((5_000_000, 1), (500_000, 10), (0, 100))  # step of at least ns, iterations
 PYTORCHS_RATE = 100
+PENDING = 16  # modules, one for each forward since the last backward; some never have one
 FIRST_ITERATIONS = 10  # that PyTorch takes stock of at any rate
 
 
@@ -33,8 +35,8 @@ class _Model:
 
     def __init__(self, module: Any, group: str) -> None:
         self.module = weakref.ref(module)
-        self.host = module.device_type == "cpu"
         self.iteration = 0
+        self.next = 0 if module.device_type == "cpu" else sys.maxsize  # iteration to be read
         self._rate = 0
         self._group = group
         self._hook: Optional[_Hook] = None
@@ -44,11 +46,8 @@ class _Model:
         if module is not None and self._rate:
             module._set_ddp_runtime_logging_sample_rate(PYTORCHS_RATE)
 
-    def reduction(self, step_ns: int) -> Optional[Sync]:
+    def reduction(self, module: Any, step_ns: int) -> Optional[Sync]:
         """How the gradients of the latest iteration were reduced, None where it was not timed."""
-        module = self.module()
-        if module is None:
-            return None
         if self._hook is not None:
             moved, issued, reduced = self._hook.take()
             return self._sync(moved, issued, reduced) if moved else None
@@ -56,11 +55,12 @@ class _Model:
         if rate != self._rate:
             self._rate = rate
             module._set_ddp_runtime_logging_sample_rate(rate)
-        if self.iteration > FIRST_ITERATIONS and self.iteration % rate:
-            return None
         module.logger.set_runtime_stats_and_log()
         figures = module.logger._get_ddp_logging_data().ints_map
         self.iteration = figures["iteration"]
+        self.next = self.iteration + 1
+        if self.next > FIRST_ITERATIONS:
+            self.next += -self.next % rate  # PyTorch takes stock of multiples: all ranks have the same
         if "backward_compute_time_end" not in figures:
             self._hook = _Hook.of(module)
             return None
@@ -112,44 +112,35 @@ class Models:
         self._reporter = reporter
         self._functions = sys.modules.get("torch.distributed.distributed_c10d")
         self._known: Dict[int, _Model] = {}
-        self._pending: List[_Model] = []
+        self.pending: Deque[Any] = deque(maxlen=PENDING)
         reporter.at_off.append(self._leave)
 
     def _leave(self) -> None:
         for model in self._known.values():
             model.leave()
 
-    def forward(self, module: Any) -> None:
-        """A forward of training has run. Its backward will reduce gradients, but not under no_sync()."""
-        try:
-            if not module.require_backward_grad_sync:
-                return
-            model = self._known.get(id(module))
-            if model is None or model.module() is not module:
-                model = self._known[id(module)] = _Model(module, groups.name(self._functions, module.process_group))
-            model.iteration += 1
-            if model not in self._pending:
-                self._pending.append(model)
-        except Exception as error:
-            self._reporter.fault("DDP", error)
-
     def communication(self, began: int) -> Tuple[Optional[Sync], bool]:
         """The reduction that the backward since `began` ended with, and whether it was timed, if there was one."""
-        pending, self._pending = self._pending, []
-        largest = None
-        for model in pending:
-            sync = self._reduction(model)
-            if sync is None or sync.enter < began:
-                return None, False
-            largest = sync if largest is None or sync.bytes > largest.bytes else largest
-        return largest, True
-
-    def _reduction(self, model: _Model) -> Optional[Sync]:
+        largest: Optional[Sync] = None
+        timed = True
         try:
-            return model.reduction(self._reporter.step_ns) if model.host else None
+            while self.pending:
+                module = self.pending.popleft()
+                model = self._known.get(id(module))
+                if model is None or model.module() is not module:
+                    model = self._known[id(module)] = self._meet(module)
+                model.iteration += 1
+                sync = model.reduction(module, self._reporter.step_ns) if model.iteration >= model.next else None
+                if sync is None or sync.enter < began:
+                    timed = False
+                elif largest is None or sync.bytes > largest.bytes:
+                    largest = sync
         except Exception as error:
             self._reporter.fault("DDP's runtime logging", error)
-            return None
+        return largest if timed else None, timed
+
+    def _meet(self, module: Any) -> _Model:
+        return _Model(module, groups.name(self._functions, module.process_group))
 
 
 def patch(torch: Any, reporter: Reporter, device: Device) -> Models:
@@ -157,23 +148,27 @@ def patch(torch: Any, reporter: Reporter, device: Device) -> Models:
     if torch.distributed.is_available():
         module: Any = sys.modules["torch.nn.parallel.distributed"]
         make = functools.partial(_forward, torch, reporter, models, device)
+        if not hasattr(module.DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate"):
+            raise AttributeError("DDP has no runtime logging")
         patching.put(reporter, module.DistributedDataParallel, "forward", make)
     return models
 
 
 def _forward(torch: Any, reporter: Reporter, models: Models, device: Device, original: Any) -> Any:
-    note, compiling = reporter.notes.append, patching.is_compiling(torch)
+    note, reduced = reporter.notes.extend, models.pending.append
+    compiling, differentiates = patching.is_compiling(torch), torch.is_grad_enabled
 
     def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if compiling() or thread_id() != reporter.thread or not module.training or not torch.is_grad_enabled():
+        if compiling() or thread_id() != reporter.thread or not module.training or not differentiates():
             return original(module, *inputs, **kwargs)
-        note((Steps.forward_begins, 0, clock()))
-        device.passes(None, FORWARD)
+        note((Steps.forward_begins, 0, clock(), ()))
+        if device.active:
+            device.passes(None, FORWARD)
+        if module.require_backward_grad_sync:  # not under no_sync()
+            reduced(module)
         try:
             return original(module, *inputs, **kwargs)
         finally:
-            t = clock()
-            models.forward(module)
-            note((Steps.forward_ends, clock() - t, t))
+            note((Steps.forward_ends, 0, clock(), ()))
 
     return forward

@@ -20,61 +20,52 @@ def patch(torch: Any, reporter: Reporter, device: Device) -> None:
 
 
 def _fetch(torch: Any, reporter: Reporter, device: Device, original: Any) -> Any:
-    note, tensor = reporter.notes.append, torch.Tensor
+    note, tensor = reporter.notes.extend, torch.Tensor
+    begins, ends = Steps.fetch_begins, Steps.fetch_ends  # one look-up less where each is cold
 
     def __next__(batches: Any) -> Any:  # noqa: N807
         if thread_id() != reporter.thread:
             return original(batches)
-        asked = _begins(reporter, batches)
+        t, asked = clock(), None
+        try:
+            asked = _ask(batches) if batches._num_workers else None
+            note((begins, clock() - t if asked else 0, t, (id(batches._index_sampler),)))
+        except Exception as error:
+            reporter.fault("a loader of unknown shape", error)
+            return original(batches)
         try:
             batch = original(batches)
         except BaseException:
-            note((Steps.leave, 0, clock()))
+            note((Steps.leave, 0, clock(), ()))
             raise
         t = clock()
-        samples, tokens, queue = _found(reporter, batches, batch, tensor, asked)
-        device.passes(None, FORWARD)
-        note((Steps.fetch_ends, clock() - t, t, samples, tokens, queue))
+        try:
+            found: Tuple[Any, ...] = size(batch, tensor)
+            if asked:
+                found += (_queue(batches, asked),)
+            if device.active:
+                device.passes(None, FORWARD)
+            note((ends, clock() - t, t, found))
+        except Exception as error:
+            reporter.fault("a batch of unknown shape", error)
         return batch
 
     return __next__
 
 
-def _begins(reporter: Reporter, batches: Any) -> Asked:
-    t = clock()
-    try:
-        asked = _ask(batches) if batches._num_workers else None
-        loader = id(batches._index_sampler)  # one a loader, for all its epochs
-    except Exception as error:
-        reporter.fault("a loader of unknown shape", error)
-        return None
-    reporter.notes.append((Steps.fetch_begins, clock() - t, t, loader))
-    return asked
-
-
-def _found(
-    reporter: Reporter, batches: Any, batch: Any, tensor: type, asked: Asked
-) -> Tuple[int, int, Optional[Queue]]:
-    try:
-        return (*size(batch, tensor), _queue(batches, asked) if asked else None)
-    except Exception as error:
-        reporter.fault("a batch of unknown shape", error)
-        return 0, 0, None
-
-
 def _start(reporter: Reporter, original: Any) -> Any:
     """Workers are started here: seconds, at each epoch, where they do not persist."""
-    note = reporter.notes.append
+    note = reporter.notes.extend
 
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if thread_id() != reporter.thread:
             return original(loader)
         reporter.loader = "torch"
-        note((Steps.loading_begins, 0, clock()))
+        note((Steps.loading_begins, 0, clock(), ()))
         try:
             batches = original(loader)
         finally:
-            note((Steps.leave, 0, clock()))
+            note((Steps.leave, 0, clock(), ()))
         workers = getattr(batches, "_workers", ())
         reporter.workers[id(loader)] = tuple(worker.pid for worker in workers)
         return batches

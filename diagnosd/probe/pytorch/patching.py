@@ -1,6 +1,6 @@
 """Putting a timed function in the place of one of PyTorch's, so that torch.compile does not see the difference.
 
-Where Dynamo inlines the wrapper into a graph, `torch.compiler.is_compiling()` is true and the wrapper is the original.
+Where Dynamo inlines the wrapper into a graph, `is_dynamo_compiling()` is true and the wrapper is the original.
 Where it meets the wrapper as a frame of its own, it is told to leave that frame alone and go on with the frames below.
 So graphs and breaks are those of a process without the probe.
 """
@@ -45,6 +45,9 @@ def leave_alone(eval_frame: Any) -> None:
 
 
 def is_compiling(torch: Any) -> Callable[[], bool]:
-    """torch.compiler.is_compiling, which PyTorch has since 2.1; before that nothing inlines a wrapper of ours."""
-    found = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return found if found is not None else bool
+    """A function that Dynamo replaces by True; elsewhere it is False, and as cheap as PyTorch has one."""
+    compiler = getattr(torch, "compiler", None)
+    for name in ("is_dynamo_compiling", "is_compiling"):
+        if hasattr(compiler, name):
+            return getattr(compiler, name)  # type: ignore[no-any-return]
+    return bool  # before 2.1 nothing inlines a wrapper of ours

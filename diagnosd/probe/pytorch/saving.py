@@ -33,15 +33,15 @@ def _patch_later(reporter: Reporter, make: Callable[[Any], Any], module: ModuleT
 
 
 def _save(reporter: Reporter, original: Any) -> Any:
-    note = reporter.notes.append
+    note = reporter.notes.extend
 
     def save(*args: Any, **kwargs: Any) -> Any:
         if thread_id() != reporter.thread:
             return original(*args, **kwargs)
-        note((Steps.checkpoint_begins, 0, clock()))
+        note((Steps.checkpoint_begins, 0, clock(), ()))
         try:
             return original(*args, **kwargs)
         finally:
-            note((Steps.leave, 0, clock()))
+            note((Steps.leave, 0, clock(), ()))
 
     return save
