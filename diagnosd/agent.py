@@ -1,13 +1,15 @@
 """The node program: each collector is read on a thread of its own, and what comes goes through one ring to the sinks.
 
-The loop keeps time and nothing else: it reads no file and writes none, so that no device, disk or sink can stop the
-heartbeat. A collector that does not answer is left alone until it does; the others go on.
+The loop keeps time. What may hang (a device, a disk, a sink) is touched by other threads only, and so cannot stop the
+heartbeat. A collector that does not answer is left alone until it does, and a sink that fails gets nothing more; the
+others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import threading
@@ -37,7 +39,11 @@ STOP_S = 5.0  # from SIGTERM to the last byte (design.md 10)
 GATHER_S = 0.1  # a tick's reads end within some milliseconds of each other: one write for all of them
 RING = 200_000  # points, about 100 MB: some minutes of a busy node, for a disk that hesitates
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SELF_EVERY = 10  # ticks between two points about each collector; the heartbeat itself comes every tick
+SELF_EVERY = 10  # ticks between two points about each collector, and two events that tell of one kind of loss
+# What one collector may take of one core: with all of them it stays below a tenth of one, on nodes that have some
+# hundred. A read of /proc takes under 1 ms; one that takes 50 comes every 5 s. At the longest every minute: a reader
+# holds a state for 90 s (telemetry.md 1).
+BUDGET, LONGEST = 0.01, 60
 
 
 class Batch(NamedTuple):
@@ -48,8 +54,10 @@ class Batch(NamedTuple):
 
 
 class Sink(Protocol):
-    """Fed from a thread of its own; may block."""
+    """Fed from a thread of its own; may block. `lost` counts the points that it was given and could not keep."""
 
+    @property
+    def lost(self) -> int: ...
     def take(self, batches: Sequence[Batch]) -> None: ...
     def close(self) -> None: ...
 
@@ -100,15 +108,24 @@ class Lane:
         self.collector = collector
         self.due = 0  # the tick of its next read
         self.seconds = 0.0  # of its last read
+        self.cost = (
+            0.0  # CPU seconds of the cheaper of its last two reads: one dear read is an accident, two are a habit
+        )
         self.up = True
         self.abandoned = False
         self._failures = 0
+        self._last_cost = 0.0
         self._asked_at = 0.0  # monotonic
         self._idle = threading.Event()
         self._idle.set()
         self._put = put
         self._requests: SimpleQueue[int] = SimpleQueue()
         threading.Thread(target=self._serve, name=collector.name, daemon=True).start()
+
+    @property
+    def every(self) -> int:
+        """Ticks between two reads: what the collector says, or more where its reads cost more than BUDGET."""
+        return max(self.collector.every, min(math.ceil(self.cost / (BUDGET * TICK_S)), LONGEST))
 
     @property
     def errors(self) -> int:
@@ -130,23 +147,48 @@ class Lane:
     def _serve(self) -> None:
         while True:
             now_ns = self._requests.get()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.thread_time()
             try:
-                points = self.collector.read(now_ns)
-                if points:
-                    self._put(Batch(points, encode(points)))
-            except (OSError, ValueError, LookupError) as error:  # a file that is not as it should be
+                self._read(now_ns)
+            except Exception as error:  # noqa: BLE001 - a file that is not as it should be, or a mistake of ours
                 self._failed(error)
-            else:
-                self.up = True
             self.seconds = time.perf_counter() - began
+            self._pay(time.thread_time() - used)
             self._idle.set()
+
+    def _read(self, now_ns: int) -> None:
+        points = self.collector.read(now_ns)
+        try:
+            batch = Batch(points, encode(points))
+            self.up = True
+        except ValueError as error:
+            self._failed(error)
+            batch = _sayable(points)
+        if batch.points:
+            self._put(batch)
+
+    def _pay(self, cost: float) -> None:
+        before = self.every
+        self.cost, self._last_cost = min(cost, self._last_cost), cost
+        if self.every > before == self.collector.every:
+            text = "%s takes %.0f ms a read, more than %.0f %% of a core: it is read less often, now every %d s"
+            log.warning(text, self.collector.name, cost * 1e3, BUDGET * 100, self.every)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
         if self.up:
             log.warning("%s cannot be read now: %s: %s", self.collector.name, type(error).__name__, error)
         self.up = False
+
+
+def _sayable(points: list[Point]) -> Batch:
+    """Those that can be written: one that cannot does not cost the others."""
+    kept, lines = [], []
+    for each in points:
+        with suppress(ValueError):
+            lines.append(encode([each]))
+            kept.append(each)
+    return Batch(kept, b"".join(lines))
 
 
 def recording_of(name: str, host: str) -> Path:
@@ -165,22 +207,82 @@ class Recorder:
         """RecordingError where it cannot be written. One that is there already is continued."""
         self._path = path
         self._writer = Writer(path, by=f"diagnosd {__version__}", **header)
-        self._lost = 0
+        self.lost = 0
 
     def take(self, batches: Sequence[Batch]) -> None:
         try:
             self._writer.write(b"".join(batch.lines for batch in batches))
             self._writer.flush()
         except RecordingError as error:
-            if not self._lost:
+            if not self.lost:
                 log.warning("%s; what comes meanwhile is not recorded", error)
-            self._lost += sum(len(batch.points) for batch in batches)
+            self.lost += _count(batches)
 
     def close(self) -> None:
         with suppress(RecordingError):  # what take() gave it is flushed already
             self._writer.close()
-        if self._lost:
-            log.warning("%s lacks %d points that could not be written", self._path, self._lost)
+        if self.lost:
+            log.warning("%s lacks %d points that could not be written", self._path, self.lost)
+
+
+class Feeder:
+    """The thread that gives to the sinks what is in the ring. A sink that fails gets nothing more; the others go on."""
+
+    def __init__(self, ring: Ring, sinks: Sequence[Sink]) -> None:
+        self._ring = ring
+        self._sinks = list(sinks)
+        self._failed: list[Sink] = []
+        self._undelivered = 0
+        self._busy: Sink | None = None  # with this one
+        self._thread = threading.Thread(target=self._feed, name="sinks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Points that a sink was given, or should have been, and does not have."""
+        return self._undelivered + sum(sink.lost for sink in (*self._sinks, *self._failed))
+
+    def finish(self, deadline: float) -> bool:
+        """Whether every sink has everything and is closed by then (monotonic).
+
+        One that does not answer is left alone: the others are closed in its stead, a little earlier.
+        """
+        self._thread.join(max(0.0, deadline - STOP_S / 4 - time.monotonic()))
+        if self._thread.is_alive():
+            rest = [sink for sink in self._sinks if sink is not self._busy]
+            closing = threading.Thread(target=self._close, args=(rest,), name="closing", daemon=True)
+            closing.start()
+            closing.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _feed(self) -> None:
+        while batches := self._ring.take():
+            if self._failed:
+                self._undelivered += _count(batches) * len(self._failed)
+            for sink in [*self._sinks]:
+                self._busy = sink
+                self._guarded(sink, lambda sink=sink: sink.take(batches), _count(batches))  # type: ignore[misc]
+        self._close(self._sinks)
+
+    def _close(self, sinks: Sequence[Sink]) -> None:
+        for sink in [*sinks]:
+            self._busy = sink
+            self._guarded(sink, sink.close, 0)
+
+    def _guarded(self, sink: Sink, call: Callable[[], object], points: int) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one sink, the others have their points
+            self._sinks.remove(sink)
+            self._failed.append(sink)
+            self._undelivered += points
+            log.warning("%s gets nothing more: %s: %s", type(sink).__name__, type(error).__name__, said(error))
+
+
+def _count(batches: Iterable[Batch]) -> int:
+    return sum(len(batch.points) for batch in batches)
 
 
 class Agent:
@@ -190,11 +292,22 @@ class Agent:
         self._host = host
         self._ring = Ring()
         self._lanes = [Lane(collector, self._ring.put) for collector in collectors]
-        self._sinks = sinks
-        self._feeder = threading.Thread(target=self._feed, name="sinks", daemon=True)
+        self._feeder = Feeder(self._ring, sinks)
+        self._told = [0, 0]  # of what was lost, in the last event
+
+    @property
+    def lost(self) -> int:
+        """Points that came and are not where they should be."""
+        return self._ring.dropped + self._feeder.lost
 
     async def run(self, stop: asyncio.Event) -> None:
         self._feeder.start()
+        try:
+            await self._keep_time(stop)
+        finally:
+            await asyncio.to_thread(self._finish)
+
+    async def _keep_time(self, stop: asyncio.Event) -> None:
         began, tick = time.monotonic(), 0
         while not stop.is_set():
             self._tick(tick)
@@ -202,7 +315,6 @@ class Agent:
             tick = max(tick + 1, int((time.monotonic() - began) / TICK_S) + 1)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), began + tick * TICK_S - time.monotonic())
-        await asyncio.to_thread(self._finish)
 
     def _tick(self, tick: int) -> None:
         now_ns = time.time_ns()
@@ -211,9 +323,11 @@ class Agent:
             if not lane.idle(0.0):
                 points += self._patience(lane, now_ns + number)  # events of one kind and subject: 1 ns apart
             elif tick >= lane.due:
-                lane.due = tick + lane.collector.every
+                lane.due = tick + lane.every
                 lane.abandoned = False
                 lane.ask(now_ns)
+        if tick % SELF_EVERY == 0:
+            points += self._losses(now_ns + len(self._lanes))
         self._ring.put(Batch(points, encode(points)))
 
     def _patience(self, lane: Lane, now_ns: int) -> list[Point]:
@@ -223,8 +337,26 @@ class Agent:
         lane.abandoned, lane.up = True, False
         text = f"{lane.collector.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
         log.warning(text)
+        return [self._gap(text, None, now_ns)]
+
+    def _losses(self, now_ns: int) -> list[Point]:
+        """An event for each kind of loss that has grown.
+
+        It tells of all since the start: while a disk is full, the earlier ones are lost themselves.
+        """
+        lost = [self._ring.dropped, self._feeder.lost]
+        texts = "points were dropped: more came than was taken", "points could not be recorded or analyzed"
+        events = [
+            self._gap(f"{now} {text}", float(now), now_ns + number)
+            for number, (now, before, text) in enumerate(zip(lost, self._told, texts, strict=True))
+            if now > before
+        ]
+        self._told = lost
+        return events
+
+    def _gap(self, text: str, value: float | None, now_ns: int) -> Point:
         tags = {"host": self._host, "kind": "telemetry_gap", "subject": f"host:{self._host}"}
-        return [point("diagnosd_event", tags, {"text": text}, now_ns)]
+        return point("diagnosd_event", tags, {"text": text, "value": value}, now_ns)
 
     def _heartbeat(self, now_ns: int, *, each: bool) -> list[Point]:
         collectors = [lane.collector for lane in self._lanes]
@@ -232,7 +364,7 @@ class Agent:
             "up": 1,
             "seconds": sum(lane.seconds for lane in self._lanes),
             "errors": sum(lane.errors for lane in self._lanes),
-            "dropped": self._ring.dropped + sum(getattr(collector, "dropped", 0) for collector in collectors),
+            "dropped": self.lost + sum(getattr(collector, "dropped", 0) for collector in collectors),
             "cpu_seconds": time.process_time(),
             "rss": _resident_bytes(),
         }
@@ -245,13 +377,6 @@ class Agent:
         fields = {"up": int(lane.up), "seconds": lane.seconds, "errors": lane.errors}
         return point("diagnosd_agent", {"host": self._host, "collector": lane.collector.name}, fields, now_ns)
 
-    def _feed(self) -> None:
-        while batches := self._ring.take():
-            for sink in self._sinks:
-                sink.take(batches)
-        for sink in self._sinks:
-            sink.close()
-
     def _finish(self) -> None:
         """What the collectors still hold is read, and everything accepted is written, within STOP_S."""
         deadline = time.monotonic() + STOP_S
@@ -262,9 +387,10 @@ class Agent:
                 lane.ask(time.time_ns())
         for lane in self._lanes:
             lane.idle(deadline - STOP_S / 2 - time.monotonic())
+        if losses := self._losses(time.time_ns()):
+            self._ring.put(Batch(losses, encode(losses)))
         self._ring.close()
-        self._feeder.join(max(0.0, deadline - time.monotonic()))
-        if self._feeder.is_alive():
+        if not self._feeder.finish(deadline):
             log.warning("not everything was written within %.0f s: a disk or a sink does not answer", STOP_S)
 
 
@@ -329,7 +455,7 @@ def invitation(socket: Path) -> str:
     return f"it sees jobs that have DIAGNOSD_SOCKET={socket.absolute()} and PYTHONPATH={PROBE} in their environment"
 
 
-def said(error: OSError | ValueError) -> str:
+def said(error: Exception) -> str:
     """The error as a person wants to read it: on what, and why."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"

@@ -13,6 +13,7 @@ import json
 import os
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from heapq import heapify, heappop, heappush
@@ -558,7 +559,8 @@ class Writer:
         try:
             _write(self._fd, frame, self._end)
         except OSError as error:
-            os.ftruncate(self._fd, self._end)
+            with suppress(OSError):  # a torn end is passed over by whoever reads, and the next flush writes over it
+                os.ftruncate(self._fd, self._end)
             raise RecordingError(f"{self.path}: cannot be written: {error.strerror}: {len(text)} bytes lost") from error
         self._end += len(frame)
 

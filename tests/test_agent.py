@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnosd.agent import DEADLINE_S, Agent, Batch, Recorder, Ring, make, recording_of
+from diagnosd.agent import BUDGET, DEADLINE_S, LONGEST, TICK_S, Agent, Batch, Recorder, Ring, make, recording_of
 from diagnosd.collectors import Collector
 from diagnosd.collectors.steps import Steps
 from diagnosd.point import Point, Series, encode
@@ -48,6 +48,8 @@ class Odd:
 
 class Kept:
     """A sink that remembers."""
+
+    lost = 0
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -166,6 +168,73 @@ def test_a_file_that_is_not_as_it_should_be_costs_its_own_collector_this_read(
     assert len(caplog.records) == 1
 
 
+def test_a_mistake_in_a_collector_costs_its_own_reads_and_it_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    odd = Odd("odd")
+    odd.broken = TypeError("unsupported operand")
+    agent = agent_of(odd)
+    for tick in range(3):
+        agent._tick(tick)
+        settle(agent)
+    odd.broken = None
+    agent._tick(3)
+    settle(agent)
+    assert (odd.reads, agent._lanes[0].errors, agent._lanes[0].up) == (4, 3, True)
+    assert len(caplog.records) == 1
+
+
+class Mixed(Odd):
+    """One of whose points cannot be written."""
+
+    def read(self, now_ns: int) -> list[Point]:
+        return [*super().read(now_ns), Point(Series.of("mem", host="n01"), {"total": 2**63}, now_ns)]
+
+
+def test_a_point_that_cannot_be_written_does_not_cost_the_others_of_its_read() -> None:
+    agent = agent_of(Mixed("eth0"))
+    agent._tick(0)
+    settle(agent)
+    assert [each.fields for each in of("net", ring_points(agent))] == [{"bytes_sent": 1}]
+    assert of("mem", ring_points(agent)) == []
+    assert agent._lanes[0].errors == 1
+
+
+class Dear(Odd):
+    """A read costs as much CPU time as a test wants."""
+
+    cost = 0.0
+
+    def read(self, now_ns: int) -> list[Point]:
+        until = time.thread_time() + self.cost
+        while time.thread_time() < until:
+            pass
+        return super().read(now_ns)
+
+
+def test_a_collector_whose_reads_cost_more_than_its_budget_is_read_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    dear = Dear("dear")
+    agent = agent_of(dear)
+    dear.cost = 3.5 * BUDGET * TICK_S
+    for tick in range(2):  # one may be an accident
+        agent._tick(tick)
+        settle(agent)
+    assert dear.reads == 2
+    agent._tick(2)
+    settle(agent)
+    agent._tick(3)
+    settle(agent)
+    agent._tick(4)
+    settle(agent)
+    assert dear.reads == 3
+    assert "dear takes" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_no_collector_is_put_off_beyond_what_a_reader_holds_its_state() -> None:
+    agent = agent_of(Odd("eth0"))
+    agent._lanes[0].cost = 100.0
+    assert agent._lanes[0].every == LONGEST
+
+
 def test_a_full_ring_drops_the_oldest_and_counts() -> None:
     ring = Ring(size=3)
     for number in range(5):
@@ -180,6 +249,65 @@ def test_what_the_ring_dropped_is_in_the_heartbeat() -> None:
     agent._ring.dropped = 7
     agent._tick(0)
     assert heartbeat(ring_points(agent)).fields["dropped"] == 7
+
+
+def gaps(points: Sequence[Point]) -> list[object]:
+    return [each.fields["text"] for each in of("diagnosd_event", points) if each.series.tag("kind") == "telemetry_gap"]
+
+
+def test_what_the_ring_dropped_is_an_event_and_told_again_only_when_it_grows() -> None:
+    agent = agent_of()
+    agent._ring.dropped = 7
+    for tick in range(21):
+        agent._tick(tick)
+    assert gaps(ring_points(agent)) == ["7 points were dropped: more came than was taken"]
+    agent._ring.dropped = 9
+    agent._tick(30)
+    assert gaps(ring_points(agent))[1:] == ["9 points were dropped: more came than was taken"]
+
+
+def test_what_could_not_be_recorded_is_an_event_that_the_other_sinks_see() -> None:
+    full, other = Kept(), Kept()
+    full.lost = 5
+    run_briefly(agent_of(Odd("eth0"), sinks=[full, other]))
+    assert gaps(other.points) == ["5 points could not be recorded or analyzed"]
+    assert heartbeat(other.points).fields["dropped"] == 5
+
+
+def run_briefly(agent: Agent) -> None:
+    async def brief() -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, stop.set)  # after the first tick
+        await asyncio.wait_for(agent.run(stop), PATIENCE_S)
+
+    asyncio.run(brief())
+
+
+class Broken(Kept):
+    """A sink with a mistake in it."""
+
+    def take(self, batches: Sequence[Batch]) -> None:
+        super().take(batches)
+        raise TypeError("a mistake")
+
+
+def test_a_sink_that_fails_gets_nothing_more_and_the_others_have_everything(caplog: pytest.LogCaptureFixture) -> None:
+    broken, other = Broken(), Kept()
+    agent = agent_of(sinks=[broken, other])
+    agent._feeder.start()
+    for tick in range(0, 30, 10):
+        agent._tick(tick)
+        waiting = time.monotonic() + PATIENCE_S
+        while len(of("diagnosd_agent", other.points)) <= tick // 10:
+            assert time.monotonic() < waiting
+            time.sleep(0.01)
+    agent._finish()
+    assert (len(of("diagnosd_agent", broken.points)), len(of("diagnosd_agent", other.points))) == (1, 3)
+    assert (broken.closed, other.closed) == (False, True)
+    assert agent.lost >= 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "Broken gets nothing more: TypeError: a mistake",
+    ]
 
 
 def test_everything_accepted_reaches_every_sink_before_the_agent_ends() -> None:
@@ -204,15 +332,18 @@ def test_a_sink_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFix
         def take(self, batches: Sequence[Batch]) -> None:
             threading.Event().wait()
 
-    agent = agent_of(Odd("eth0"), sinks=[Stuck()])
-    stop = asyncio.Event()
-    stop.set()
-
-    async def brief() -> None:
-        await asyncio.wait_for(agent.run(stop), PATIENCE_S)
-
-    asyncio.run(brief())
+    other = Kept()
+    run_briefly(agent_of(Odd("eth0"), sinks=[Stuck(), other]))
     assert "a disk or a sink does not answer" in caplog.text
+    assert other.closed
+
+
+def test_a_mistake_in_the_agents_own_tick_still_closes_the_sinks() -> None:
+    sink = Kept()
+    agent = Agent("n\n01", [], [sink])  # a name that line protocol cannot say
+    with pytest.raises(ValueError, match="diagnosd_agent"):
+        run_briefly(agent)
+    assert sink.closed
 
 
 def test_a_recording_holds_what_was_taken_as_soon_as_it_was_taken(tmp_path: Path) -> None:

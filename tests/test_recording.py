@@ -428,6 +428,16 @@ with Writer({str(path)!r}) as writer:
         assert "cannot be written: File too large" in out.stdout, out.stderr
         assert points_of(read(path)) == FIVE[:2] + FIVE[4:]
 
+    def test_a_file_that_can_neither_be_written_nor_cut_is_told_like_a_full_disk(self, tmp_path: Path) -> None:
+        writer = Writer(tmp_path / "a.lp")
+        readable = os.open(tmp_path / "a.lp", os.O_RDONLY)
+        os.dup2(readable, writer._fd)
+        os.close(readable)
+        writer.write(encode(FIVE))
+        with pytest.raises(RecordingError, match="cannot be written: Bad file descriptor"):
+            writer.flush()
+        writer.close()
+
 
 @pytest.mark.parametrize(
     ("name", "make"),
