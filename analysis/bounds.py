@@ -9,6 +9,9 @@ from diagnosd.documents import ClusterSpec
 
 # Of a link's bits, what TCP can carry: 1448 bytes of payload in a frame that takes 1538 on the wire (MTU 1500).
 TCP_SHARE = 1448 / 1538
+# One rank's TCP is copied and checksummed by one core: 20 to 30 Gbit/s on servers, whatever the port could carry. At
+# the lower end, for the bound judges jobs of which nothing else is known.
+TCP_CORE = 20e9 / 8
 # RDMA packets of 4096 bytes lose under 3 % to headers.
 RDMA_SHARE = 0.97
 
@@ -21,14 +24,18 @@ HEALTHY = 2.0
 STARVED = 0.10
 
 
-def line_rate(cluster: ClusterSpec | None) -> float | None:
-    """Bytes a second that a host can send into the declared fabric, by all its ports; None where none is declared."""
+def line_rate(cluster: ClusterSpec | None, ranks: int) -> float | None:
+    """Bytes a second that so many ranks of a host can send into the declared fabric; None where none is declared.
+
+    A rank drives the port next to its GPU: a host's ports beyond its ranks carry nothing.
+    """
     fabric, node = (cluster.fabric, cluster.node) if cluster else (None, None)
     if fabric is None or not fabric.rate_gbps:
         return None
     ports = (node.nics if node else None) or 1
     share = TCP_SHARE if fabric.kind == "ethernet" else RDMA_SHARE
-    return fabric.rate_gbps * 1e9 / 8 * ports * share
+    rate = fabric.rate_gbps * 1e9 / 8 * min(ports, ranks) * share
+    return min(rate, TCP_CORE * ranks) if fabric.kind == "ethernet" else rate
 
 
 def all_reduce(size: float, hosts: int, rate: float) -> float:
@@ -36,4 +43,9 @@ def all_reduce(size: float, hosts: int, rate: float) -> float:
 
     Each host must send and receive 2 (n - 1) / n of the data, whatever the algorithm (Patarasu and Yuan 2009).
     """
-    return 2 * (hosts - 1) / hosts * size / rate if hosts > 1 else 0.0
+    return all_reduced(size, hosts) / rate
+
+
+def all_reduced(size: float, hosts: int) -> float:
+    """Bytes that each host must send for it."""
+    return 2 * (hosts - 1) / hosts * size if hosts > 1 else 0.0

@@ -98,7 +98,7 @@ CAUSES = {
         ),
         Cause(
             "topology_misconfiguration",
-            "the job does not use the fabric as it was declared",
+            "from the first step, the network carries less than was declared",
             "config",
             claims=("transfer", "release"),
             # 50 static faults in 400 nodes x 348 days (InfiniteHBD trace, diagnosis.md 1.2): rare, and long-lived.

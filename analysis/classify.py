@@ -1,9 +1,10 @@
 """Which cause the evidence names, where, and how sure that is; or that it names none, and what to measure next.
 
 Each cause has log-odds: its prior, plus what each group of sensors says for or against it, capped (diagnosis.md 2.4).
-A cause is named when its probability passes NAMED, two independent groups or one decisive fact support it, it costs
-what it must, and the parts of the step that it can explain are a good share of the loss. Two causes may be named at
-once where they explain different parts. What remains is `unknown`, which is a diagnosis too.
+What cannot be, because it would have shown otherwise, costs too little or explains too little of the loss, is as good
+as ruled out; what one group alone supports is no more likely than not. A cause is named when its probability, after
+that, passes NAMED: two independent groups or one decisive fact support it. Two causes may be named at once where they
+explain different parts. What remains is `unknown`, which is a diagnosis too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from diagnosd.analysis.localize import Place, assets, where
 
 NAMED = 0.6  # diagnosis.md 2.4: to start with
 CAP = 4.0  # what one group may add to the log-odds, of 2 to 3.5 that priors ask for
+ELSE = ("others' bytes", "short of CPU")  # rows of what slows a transfer on a fabric that is as declared
 SUPPORTS = 0.8  # what a group must add to count as one of two
 EXPLAINS = 0.3  # share of the loss; with less, something else is the cause
 ALSO = 0.25  # share of the loss from which on a second cause is named beside the first
@@ -67,10 +69,19 @@ class _Case:
     groups: dict[str, float]
     decisive: bool
     claims: tuple[str, ...]
+    veto: str | None  # a fact that speaks of something else
+    short: str | None  # what it falls short of
+
+    @property
+    def weighed(self) -> float:
+        """Log-odds by the evidence, whatever is physically possible."""
+        return self.cause.prior + sum(self.groups.values())
 
     @property
     def odds(self) -> float:
-        return self.cause.prior + sum(self.groups.values())
+        if self.veto or self.short:
+            return min(self.weighed, -CAP)
+        return self.weighed if self.is_supported else min(self.weighed, 0.0)
 
     @property
     def probability(self) -> float:
@@ -84,12 +95,13 @@ class _Case:
 def classify(c: Comparison) -> list[Verdict]:
     """The named causes, the one that explains most first; one `unknown` where none is."""
     evidence, missing = collect(c)
-    cases = sorted((_case(cause, evidence) for cause in RIVALS), key=lambda case: (-case.odds, case.cause.code))
+    possible = [cause for cause in RIVALS if cause.can_befall(len(c.all_hosts), len(c.ranks))]
+    cases = [_case(c, cause, evidence) for cause in possible]
+    cases.sort(key=lambda case: (-case.odds, -case.weighed, case.cause.code))
     named: list[_Case] = []
-    cases = [case for case in cases if case.cause.can_befall(len(c.all_hosts), len(c.ranks))]
     for case in cases:
         free = tuple(part for part in case.claims if not any(part in other.claims for other in named))
-        if _stands(c, case) and (not named or _adds(c, case, free)):
+        if case.probability >= NAMED and (not named or _adds(c, case, free)):
             named.append(case)
     if not named:
         return [_unknown(c, cases, evidence, missing)]
@@ -98,7 +110,7 @@ def classify(c: Comparison) -> list[Verdict]:
     return [_verdict(c, case, rivals, evidence, missing) for case in named]
 
 
-def _case(cause: Cause, evidence: Iterable[Evidence]) -> _Case:
+def _case(c: Comparison, cause: Cause, evidence: Iterable[Evidence]) -> _Case:
     """A row with several readings counts once, by its strongest."""
     groups: dict[str, float] = {}
     counted: set[str] = set()
@@ -113,16 +125,32 @@ def _case(cause: Cause, evidence: Iterable[Evidence]) -> _Case:
     capped = {group: float(np.clip(weight, -CAP, CAP)) for group, weight in groups.items()}
     # A rank that has no processor cannot move its bytes either: then the transfer is its doing too.
     starved = cause.code in ("straggler", "host_stall") and capped.get("host", 0.0) >= SUPPORTS
-    return _Case(cause, capped, decisive, (*cause.claims, *NETWORK) if starved else cause.claims)
+    claims = (*cause.claims, *NETWORK) if starved else cause.claims
+    veto = None
+    if cause.from_start not in (None, c.from_start):
+        veto = "it was so from the first step" if c.from_start else "it was not so at first"
+    elif cause.code == "topology_misconfiguration" and not decisive:
+        veto, decisive = _otherwise(evidence)
+    return _Case(cause, capped, decisive, claims, veto, _short(c, cause, claims))
 
 
-def _stands(c: Comparison, case: _Case) -> bool:
-    """Whether the cause may be named: probable, supported, physically possible, and worth it."""
-    if case.probability < NAMED or not case.is_supported:
-        return False
-    if case.cause.from_start not in (None, c.from_start):
-        return False
-    return c.excess(*case.claims) >= case.cause.least * c.step and c.share(*case.claims) >= EXPLAINS
+def _otherwise(evidence: Iterable[Evidence]) -> tuple[str | None, bool]:
+    """What slows transfers from the first step on, and is no misconfiguration; whether all of that is ruled out, and
+    the declared fabric so far beyond (over 3 times) that nothing else is left.
+    """
+    signs = {name: [one.reading for one in evidence if one.row.metric == name] for name in ELSE}
+    found = [reading.text for name in ELSE for reading in signs[name] if reading.strength > 0]
+    bound = [one.reading.strength for one in evidence if one.row.metric == "declared fabric"]
+    return (found[0] if found else None), all(signs.values()) and max(bound, default=0.0) >= 3 and not found
+
+
+def _short(c: Comparison, cause: Cause, claims: tuple[str, ...]) -> str | None:
+    """Why a cause does not explain the loss, whatever speaks for it (diagnosis.md 2.4, vetoes)."""
+    if c.share(*claims) < EXPLAINS:
+        return f"it would explain {percent(c.share(*claims))} of the loss"
+    if c.excess(*claims) < cause.least * c.step:
+        return f"what it would explain is less than {percent(cause.least)} of a step"
+    return None
 
 
 def _adds(c: Comparison, case: _Case, free: tuple[str, ...]) -> bool:
@@ -138,7 +166,7 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
     place = where(c, cause.code, evidence)
     subtype = _subtype(cause, evidence)
     kind = cause.subtypes.get(subtype) if subtype else None
-    near = [rival for rival in rivals if rival.odds > rival.cause.prior][:3]
+    near = sorted((r for r in rivals if r.weighed > r.cause.prior), key=lambda r: (-r.odds, -r.weighed))[:3]
     return Verdict(
         cause.code,
         subtype,
@@ -147,7 +175,7 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
         kind.owner if kind else cause.owner,
         case.claims,
         _shown(cause.code, place, [one for one in evidence if _is_compared(c, one)], rivals),
-        tuple(_alternative(c, rival, evidence, missing) for rival in near),
+        tuple(_alternative(c, rival, evidence, missing, case.probability) for rival in near),
         *sources(c.trace, c.job, (cause.code,)),
         _filled(kind.next if kind else cause.next, c, place),
         _text(c, cause, kind.title if kind else None, case.claims, place.link),
@@ -157,24 +185,33 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
 
 
 def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
+    cases = sorted(cases, key=lambda case: (-case.weighed, case.cause.code))
     first, second = cases[0], cases[1]
+    place = where(c, first.cause.code, evidence)
     codes = (first.cause.code, second.cause.code)
     told = [one for one in evidence if one.reading.strength > 0 or _speaks(one, codes[0])]
     best = sorted(_one_of_each(told, Place(("job",))), key=lambda one: -abs(one.weight(codes[0])))
     return Verdict(
         "unknown",
         None,
-        round(1 - min(first.probability, SUREST), 3),
-        where(c, codes[0], evidence).loci if c.share(*first.claims) >= EXPLAINS else ("job",),
+        round(1 - min(max(case.probability for case in cases), SUREST), 3),
+        place.loci if c.share(*first.claims) >= EXPLAINS else ("job",),
         "job",
         (),
         tuple(best[:TABLE]),
         tuple(_alternative(c, case, evidence, missing) for case in cases[:3]),
         *sources(c.trace, c.job, codes),
-        next_measurement(first.cause, second.cause, missing),
-        f"A step takes {c.slowdown:.2f} times as long. Nearest come {first.cause.title}, and {second.cause.title}; "
-        "neither has two independent signs.",
+        _filled(next_measurement(first.cause, second.cause, missing), c, place),
+        f"A step takes {c.slowdown:.2f} times as long. Nearest come: {first.cause.title} ({_lacks(first)}); "
+        f"{second.cause.title} ({_lacks(second)}).",
     )
+
+
+def _lacks(case: _Case) -> str:
+    """Why a cause is not named."""
+    signs = sum(weight >= SUPPORTS for weight in case.groups.values())
+    lonely = "one sign, of two that it needs" if signs else "no sign of it"
+    return case.veto or case.short or (lonely if not case.is_supported else "as much speaks against it")
 
 
 def next_measurement(first: Cause, second: Cause, missing: list[Row]) -> str:
@@ -212,7 +249,8 @@ def _rule_out(rivals: list[str], evidence: list[Evidence]) -> list[Evidence]:
     for one in sorted(usual, key=lambda one: -np.nan_to_num(one.reading.observed)):
         if one.reading.observed > 0 and any(one.row.weights.get(rival, 0) >= MATTERS for rival in rivals):
             found.setdefault(one.row.metric.partition(" of ")[0], one)
-    return list(found.values())
+    started = [one for one in evidence if one.row.metric == "from the first step" and one.reading.strength > 0]
+    return [*(started if "network_congestion" in rivals else []), *found.values()]
 
 
 def _one_of_each(evidence: list[Evidence], place: Place) -> list[Evidence]:
@@ -246,12 +284,17 @@ def _subtype(cause: Cause, evidence: list[Evidence]) -> str | None:
 
 
 def _was_asked(evidence: list[Evidence]) -> bool:
-    """Whether processor and storage were both looked at, so that it can be said that it is neither."""
-    return {"storage"} <= {one.row.group for one in evidence}
+    """Whether processor and disk were both looked at, so that it can be said that it is neither."""
+    read = {one.row.metric for one in evidence}
+    return "loader CPU" in read and not read.isdisjoint(("storage pressure", "disk wait"))
 
 
-def _alternative(c: Comparison, case: _Case, evidence: list[Evidence], missing: list[Row]) -> Alternative:
-    return Alternative(case.cause.code, round(case.probability, 3), _why_not(c, case, evidence, missing))
+def _alternative(
+    c: Comparison, case: _Case, evidence: list[Evidence], missing: list[Row], most: float = 1.0
+) -> Alternative:
+    """`most` is the probability of the named cause: what that explains is no longer the rival's to explain."""
+    likely = min(case.probability, most, SUREST)
+    return Alternative(case.cause.code, round(likely, 3), _why_not(c, case, evidence, missing))
 
 
 def _why_not(c: Comparison, case: _Case, evidence: list[Evidence], missing: list[Row]) -> str:
@@ -259,17 +302,19 @@ def _why_not(c: Comparison, case: _Case, evidence: list[Evidence], missing: list
 
     Where all of it was there, what it falls short of.
     """
+    if case.veto:
+        return case.veto
     code = case.cause.code
     compared = [one for one in _one_of_each(evidence, Place(())) if _is_compared(c, one)]
-    wanted = _wanted(case.cause, c.from_start, compared)
+    wanted = _wanted(case.cause, compared)
     absent = [one for one in wanted if one.reading.strength <= 0 or one.row.weights.get(code, 0.0) < 0]
     facts = [one.reading.text for one in absent if not _counts(one.row)]
     counters = [one.row.metric for one in absent if _counts(one.row)]
     said = [*facts[:1], *([_are(counters[:3], "as before" if c.before else "low")] if counters else [])]
     if said:
         return "; ".join(said)
-    if c.share(*case.claims) < EXPLAINS:
-        return f"it would explain {percent(c.share(*case.claims))} of the loss"
+    if case.short:
+        return case.short
     signs = [one.row.metric for one in wanted if one.reading.strength > 0]
     unmeasured = [row.metric for row in missing if row.weights.get(code, 0) >= MATTERS]
     said = [f"only {_listed(signs[:2])} {'speak' if signs[1:] else 'speaks'} for it"] if signs else []
@@ -277,11 +322,9 @@ def _why_not(c: Comparison, case: _Case, evidence: list[Evidence], missing: list
     return "; ".join(said) or "nothing that was measured speaks for it"
 
 
-def _wanted(cause: Cause, from_start: bool, evidence: list[Evidence]) -> list[Evidence]:
-    """What a cause leads one to expect, the heaviest first; whether it was so from the first step before all else."""
+def _wanted(cause: Cause, evidence: list[Evidence]) -> list[Evidence]:
+    """What a cause leads one to expect, the heaviest first."""
     weights = {one.row.metric: one.row.weights.get(cause.code, 0.0) for one in evidence}
-    if cause.from_start not in (None, from_start):
-        weights["from the first step"] = CAP
     wanted = [one for one in evidence if weights[one.row.metric] >= MATTERS]
     return sorted(wanted, key=lambda one: (-weights[one.row.metric], one.row.metric))
 
@@ -353,7 +396,8 @@ def by_design(c: Comparison) -> Verdict | None:
     if least is None:
         advice = f"Whether that is what the fabric needs is not known. {DECLARE}"
     else:
-        advice = f"The declared fabric needs {seconds(least)}: send less, or overlap it with the backward pass."
+        needed = seconds(min(least, transfer))
+        advice = f"The declared fabric needs {needed}: send less, or overlap it with the backward pass."
     told = tuple(one for one in evidence if one.row.metric == "declared fabric")
     alternative = Alternative("topology_misconfiguration", 0.5, "no fabric is declared to hold it against")
     return Verdict(

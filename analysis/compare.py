@@ -10,6 +10,7 @@ from math import nan
 import numpy as np
 import numpy.typing as npt
 
+from diagnosd.analysis.bounds import all_reduced
 from diagnosd.analysis.decompose import OWN, PART
 from diagnosd.analysis.history import History, Ints
 from diagnosd.analysis.rates import increments
@@ -151,16 +152,27 @@ class Comparison:
     @cached_property
     def links(self) -> list[Link]:
         """The connections between hosts that carry the job's bytes."""
-        by_address, found = self._addresses(), []
+        found = []
         for host, series in self.series("diagnosd_socket", self.all_hosts, job=self.job.name):
             peer = series.tag("peer") or ""
-            receiver = by_address.get(peer) or self._the_other(host)
-            if peer not in ("other", "127.0.0.1", "::1") and receiver != host:
+            receiver = self.addresses.get(peer) or self._the_other(host)
+            if peer != "other" and not self.stays_inside(host, series):
                 found.append(Link(host, receiver, series, *self.rate(series, "bytes_sent")))
         busiest = max((link.carries for link in found), default=0.0)
         return [link for link in found if busiest > 0 and link.carries >= TALKS * busiest]
 
-    def _addresses(self) -> dict[str, str]:
+    def stays_inside(self, host: str, connection: Series) -> bool:
+        """Whether both ends are on this host: by loopback, or by an address of its own. No interface sees its bytes."""
+        peer = connection.tag("peer") or ""
+        return peer in ("127.0.0.1", "::1") or self.addresses.get(peer) == host
+
+    def collective_rate(self, which: int) -> float:
+        """Bytes a second that a host must send for the step's collective, now (0) or before (1); NaN where unknown."""
+        hosts, took = len(self.all_hosts), self.step * (1.0 if which else self.slowdown)
+        return all_reduced(self.sync_bytes, hosts) / took if took > 0 else nan
+
+    @cached_property
+    def addresses(self) -> dict[str, str]:
         """Address to host, as the machines' inventories and the ranks told them."""
         found = {address: info.host for info in self.job.ranks.values() for address in info.addresses}
         for host in self.all_hosts:

@@ -16,7 +16,7 @@ with one independent sign, 0.5 a sign that many causes show.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan, log, nan
 
 import numpy as np
@@ -121,10 +121,10 @@ def _grew(c: Comparison, what: str, parts: tuple[str, ...]) -> Iterator[Reading]
     """
     if c.lost <= 0:
         return
+    share = c.share(*parts)
     now, before = c.excess(*parts) + _expected(c, parts), _expected(c, parts)
-    yield Reading(
-        "job", now, before, strength(c.share(*parts), 0.3, 0.1), f"{what} takes {percent(c.share(*parts))} of the loss"
-    )
+    text = f"{what} takes {percent(round(share, 2))} of the loss"
+    yield Reading("job", now, before, strength(share, 0.3, 0.1), text)
 
 
 def _expected(c: Comparison, parts: tuple[str, ...]) -> float:
@@ -143,7 +143,7 @@ def data_wait(c: Comparison) -> Iterator[Reading]:
         return
     for reading in _grew(c, "waiting for the next batch", ("data_wait",)):
         grown = c.excess("data_wait") > 2 * max(_expected(c, ("data_wait",)), 0.005 * c.step)
-        yield _decided(reading, c.share("data_wait") >= 0.6 and grown)
+        yield replace(reading, decisive=bool(c.share("data_wait") >= 0.6 and grown))
 
 
 def compute_of_one(c: Comparison) -> Iterator[Reading]:
@@ -183,7 +183,8 @@ def checkpoint(c: Comparison) -> Iterator[Reading]:
     """Saving took longer than it did; what follows it at once, such as a flush to disk, counts as saving."""
     if c.expected[PART["checkpoint"]] > 0:
         for reading in _grew(c, "saving", ("checkpoint", "other")):
-            yield _decided(reading, c.excess("checkpoint") > 0 and c.share("checkpoint", "other") >= 0.6)
+            decisive = c.excess("checkpoint") > 0 and c.share("checkpoint", "other") >= 0.6
+            yield replace(reading, decisive=decisive)
     elif c.observed[PART["checkpoint"]] == 0:
         yield Reading("job", nan, nan, -3.0, "nothing was saved in these steps")
 
@@ -198,7 +199,7 @@ def host_gap(c: Comparison) -> Iterator[Reading]:
 
 
 def from_the_start(c: Comparison) -> Iterator[Reading]:
-    """A misconfiguration is there from the first step; congestion begins."""
+    """A misconfiguration is there from the first step; congestion begins. It rules out, and supports nothing."""
     text = "it was so from the first step" if c.from_start else "it was not so at first"
     yield Reading("job", nan, nan, 3.0 if c.from_start else -3.0, text)
 
@@ -218,8 +219,11 @@ def _of_links(
 
 
 def rtt(c: Comparison) -> Iterator[Reading]:
-    """A queue on the way. Threshold 1.5: on the bed rtt varies by a third when nothing is wrong and rises 5-fold."""
-    yield from _of_links(c, "rtt", 1, log(1.5), 0.3, "round-trip time", "bandwidth")
+    """A queue on the way. Threshold 1.5: on the bed rtt varies by a third when nothing is wrong and rises 5-fold.
+
+    Width 0.15: half of that third, so that twice as long is two widths beyond.
+    """
+    yield from _of_links(c, "rtt", 1, log(1.5), 0.15, "round-trip time", "bandwidth")
 
 
 def send_queue(c: Comparison) -> Iterator[Reading]:
@@ -288,7 +292,7 @@ def carried(c: Comparison, host: str, name: str) -> tuple[float, float]:
     """Bytes a second of the job's own, now and before, that a host sent (`bytes_sent`) or received; NaN: unknown."""
     total, seen = np.zeros(2), False
     for _, series in c.series("diagnosd_socket", (host,), job=c.job.name):
-        if series.tag("peer") in ("127.0.0.1", "::1"):
+        if c.stays_inside(host, series):
             continue
         rates = c.rate(series, name)
         total += np.nan_to_num(rates)
@@ -302,36 +306,63 @@ def interfaces(c: Comparison, host: str) -> list[Series]:
     return [s for _, s in c.series("net", (host,)) if not (s.tag("interface") or "lo").startswith(skip)]
 
 
+def carriers(c: Comparison, host: str) -> list[Series]:
+    """The interfaces that carry the job's collectives: what the others do is none of its business.
+
+    A tenth of what the host must send and receive for them: with a rail for each of 8 GPUs it is an eighth. Where their
+    size is unknown, of what the job's connections carry.
+    """
+    which = 1 if c.before else 0  # while it is slow, somebody else's bytes may be many times its own
+    need = c.collective_rate(which)
+    if not _known(need):
+        need = carried(c, host, "bytes_sent")[which]
+
+    def both_ways(series: Series) -> float:
+        known = [
+            rate for rate in (c.rate(series, name)[which] for name in ("bytes_sent", "bytes_recv")) if _known(rate)
+        ]
+        return min(known, default=0.0)
+
+    return [series for series in interfaces(c, host) if _known(need) and both_ways(series) >= max(0.1 * need, 1.0)]
+
+
+def _shows_the_collectives(c: Comparison, own: tuple[float, float]) -> bool:
+    """Whether the job's connections are those of its collectives: half of their bytes. RDMA's are no sockets."""
+    which = 1 if c.before else 0
+    need = c.collective_rate(which)
+    return _known(own[0], own[which]) and (not _known(need) or own[which] >= 0.5 * need)
+
+
 def foreign_bytes(c: Comparison) -> Iterator[Reading]:
-    """Bytes on a host's interfaces that are not the job's: somebody else uses the link.
+    """Bytes on the collectives' interfaces that are not in the job's connections: somebody else uses the link.
 
     A third of the traffic, three times what it was: backups and monitoring stay far below on a training network.
     """
     for host in c.all_hosts:
         for name, own_name, way in (("bytes_recv", "bytes_received", "into"), ("bytes_sent", "bytes_sent", "out of")):
             own_now, own_before = carried(c, host, own_name)
-            rates = [c.rate(series, name) for series in interfaces(c, host)]
+            rates = [c.rate(series, name) for series in carriers(c, host)]
             total_now, total_before = (float(np.nansum([rate[i] for rate in rates])) for i in (0, 1))
-            if not _known(own_now) or total_now <= 0:
+            if not _shows_the_collectives(c, (own_now, own_before)) or total_now <= 0:
                 continue
             now = max(total_now - WIRE_OVER_PAYLOAD * own_now, 0.0)
             before = max(total_before - WIRE_OVER_PAYLOAD * np.nan_to_num(own_before), 0.0) if c.before else 0.0
             how = min(strength(now / total_now, 0.33, 0.1), strength(now, 3 * before, 0.3 * before + 1e6))
             own = f"beside its own {scaled(own_now, 'B/s')}"
-            text = f"{scaled(now, 'B/s')} {way} the host are not this job's, {own}"
+            text = f"{scaled(now, 'B/s')} {way} the host are not in this job's connections, {own}"
             yield Reading(f"host:{host}", now, before, how, text, receiver=host, subtype="neighbour_traffic")
 
 
 def bytes_a_step(c: Comparison) -> Iterator[Reading]:
-    """As many bytes a step as ever: the work did not grow. Within 15 %, which a change of the program exceeds."""
-    sent = [c.rate(series, "bytes_sent") for host in c.all_hosts for series in interfaces(c, host)]
+    """More or fewer bytes a step: the program changed, by more than 15 %. As many as ever is so in any healthy job."""
+    sent = [c.rate(series, "bytes_sent") for host in c.all_hosts for series in carriers(c, host)]
     now, before = (float(np.nansum([rate[i] for rate in sent])) for i in (0, 1))
     if len(c.all_hosts) < 2 or now <= 0 or before <= 0:
         return
     per_now, per_before = now * c.step * c.slowdown, before * c.step
-    how = min(strength(-abs(_ratio(per_now, per_before)), -0.15, 0.05), 2.0)
+    how = min(strength(abs(_ratio(per_now, per_before)), 0.15, 0.05), 2.0)
     text = "as much is sent in a step as before"
-    if how <= 0:
+    if how > 0:
         text = f"{per_now / per_before:.1f} times as much is sent in a step as before"
     yield Reading("job", per_now, per_before, how, text)
 
@@ -339,7 +370,7 @@ def bytes_a_step(c: Comparison) -> Iterator[Reading]:
 def drops(c: Comparison) -> Iterator[Reading]:
     """Packets that an interface had to drop: more than one a second is no accident."""
     for host in c.all_hosts:
-        for series in interfaces(c, host):
+        for series in carriers(c, host):
             both = [np.add(c.rate(series, name), 0) for name in ("drop_in", "drop_out", "err_in")]
             now, before = (float(np.nansum([pair[i] for pair in both])) for i in (0, 1))
             if any(_known(pair[0]) for pair in both):
@@ -360,16 +391,9 @@ def throttled(c: Comparison) -> Iterator[Reading]:
                 rise = now - np.nan_to_num(before)
                 text = f"its CPU quota was used up in {percent(now)} of the periods"
                 decisive = rise > 0.3 and len(c.suspects) < len(c.ranks)
-                yield Reading(
-                    f"rank:{c.ranks[column]}",
-                    now,
-                    before,
-                    strength(rise, 0.05, 0.08),
-                    text,
-                    decisive,
-                    None,
-                    "cpu_quota",
-                )
+                how = strength(rise, 0.05, 0.08)
+                rank = f"rank:{c.ranks[column]}"
+                yield Reading(rank, now, before, how, text, decisive=bool(decisive), subtype="cpu_quota")
 
 
 def _pressure(c: Comparison, resource: str, what: str) -> Iterator[Reading]:
@@ -433,16 +457,8 @@ def garbage(c: Comparison) -> Iterator[Reading]:
             if _known(now) and c.lost > 0:
                 share = (now - np.nan_to_num(before)) * c.step * c.slowdown / c.lost
                 text = f"{percent(now)} of the time in Python's garbage collector"
-                yield Reading(
-                    f"rank:{c.ranks[column]}",
-                    now,
-                    before,
-                    strength(share, 0.5, 0.15),
-                    text,
-                    False,
-                    None,
-                    "garbage_collection",
-                )
+                rank, how = f"rank:{c.ranks[column]}", strength(share, 0.5, 0.15)
+                yield Reading(rank, now, before, how, text, subtype="garbage_collection")
 
 
 # -- storage ---------------------------------------------------------------------------------------------------------
@@ -451,7 +467,7 @@ def garbage(c: Comparison) -> Iterator[Reading]:
 def io_pressure(c: Comparison) -> Iterator[Reading]:
     """PSI: some task waited for storage, 20 % of the time more than before (diagnosis.md 3)."""
     for reading in _pressure(c, "io", "storage"):
-        yield _typed(reading, "slow_storage")
+        yield replace(reading, subtype="slow_storage")
 
 
 def disk_wait(c: Comparison) -> Iterator[Reading]:
@@ -465,7 +481,7 @@ def disk_wait(c: Comparison) -> Iterator[Reading]:
                 else min(strength(_ratio(now, before), log(5), 0.4), strength(now, 5, 3))
             )
             text = f"a request to {series.tag('name')} takes {now:.0f} ms"
-            yield Reading(f"host:{host}", now, before, how, text, False, None, "slow_storage")
+            yield Reading(f"host:{host}", now, before, how, text, subtype="slow_storage")
 
 
 def _await(c: Comparison, series: Series, which: int) -> float:
@@ -483,16 +499,8 @@ def uninterruptible(c: Comparison) -> Iterator[Reading]:
         if latest and latest[0] >= c.during[0] * 1e9 + c.trace.origin:
             asleep = latest[1] == "D"
             text = f"state {latest[1]}" + (": waits for storage in the kernel" if asleep else "")
-            yield Reading(
-                f"rank:{c.ranks[column]}",
-                nan,
-                nan,
-                2.0 if asleep else -1.0,
-                text,
-                False,
-                None,
-                "slow_storage",
-            )
+            how = 2.0 if asleep else -1.0
+            yield Reading(f"rank:{c.ranks[column]}", nan, nan, how, text, subtype="slow_storage")
 
 
 # -- loader ----------------------------------------------------------------------------------------------------------
@@ -523,7 +531,7 @@ def loader_busy(c: Comparison) -> Iterator[Reading]:
             busy, text = _loading(c, column, series)
             if _known(busy) and c.loads[column]:
                 how = strength(busy, 0.85, 0.05)
-                yield Reading(f"rank:{c.ranks[column]}", busy, nan, how, text, False, None, "loader_cpu")
+                yield Reading(f"rank:{c.ranks[column]}", busy, nan, how, text, subtype="loader_cpu")
 
 
 def _loading(c: Comparison, column: int, series: Series) -> tuple[float, str]:
@@ -565,9 +573,8 @@ def wrong_interface(c: Comparison) -> Iterator[Reading]:
         names = ", ".join(sorted(set(sent) & set(fabric.interfaces)))
         sends = f"{scaled(outside[used], 'B/s')} over {used}, {scaled(inside, 'B/s')} over the fabric's {names}"
         text = f"{host} sends {sends}"
-        yield Reading(
-            f"nic:{host}/{used}", outside[used], inside, 3.0 if wrong else -3.0, text, wrong, None, "wrong_interface"
-        )
+        nic, how = f"nic:{host}/{used}", 3.0 if wrong else -3.0
+        yield Reading(nic, outside[used], inside, how, text, decisive=wrong, subtype="wrong_interface")
 
 
 def _is_the_jobs(c: Comparison, host: str, rate: float) -> bool:
@@ -593,10 +600,8 @@ def low_rate(c: Comparison) -> Iterator[Reading]:
                 low = nic.rate_gbps < 0.9 * fabric.rate_gbps
                 name = f"{nic.device}/{nic.port}" if nic.device else nic.netdev
                 text = f"{name} runs at {nic.rate_gbps:g} Gbit/s, declared are {fabric.rate_gbps:g}"
-                how = 3.0 if low else -1.0
-                yield Reading(
-                    f"nic:{host}/{name}", nic.rate_gbps, fabric.rate_gbps, how, text, low, None, "link_rate_low"
-                )
+                locus, how = f"nic:{host}/{name}", 3.0 if low else -1.0
+                yield Reading(locus, nic.rate_gbps, fabric.rate_gbps, how, text, decisive=low, subtype="link_rate_low")
 
 
 def socket_fallback(c: Comparison) -> Iterator[Reading]:
@@ -609,9 +614,8 @@ def socket_fallback(c: Comparison) -> Iterator[Reading]:
         if latest and (rdma or _has_rdma(c, c.hosts[column])):
             fell = latest[1] == "Socket"
             text = f"NCCL communicates over {latest[1]}"
-            yield Reading(
-                f"host:{c.hosts[column]}", nan, nan, 3.0 if fell else -3.0, text, fell, None, "socket_fallback"
-            )
+            host, how = f"host:{c.hosts[column]}", 3.0 if fell else -3.0
+            yield Reading(host, nan, nan, how, text, decisive=fell, subtype="socket_fallback")
 
 
 def _has_rdma(c: Comparison, host: str) -> bool:
@@ -626,25 +630,21 @@ def against_bound(c: Comparison) -> Iterator[Reading]:
         return
     now = float(c.observed[PART["transfer"]])
     text = f"the declared fabric would need {seconds(least)} a step, the transfer takes {now / least:.1f} times that"
-    yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text, False, None, "link_rate_low")
+    yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text)
+
+
+def is_beyond_bound(c: Comparison) -> bool:
+    """Whether the transfer takes longer than on any healthy fabric of the declared rate."""
+    least = least_transfer(c)
+    return least is not None and float(c.observed[PART["transfer"]]) > bounds.HEALTHY * least
 
 
 def least_transfer(c: Comparison) -> float | None:
     """Seconds that the declared fabric needs for the step's collective; None where it or the size is unknown."""
-    rate = bounds.line_rate(c.trace.cluster)
+    rate = bounds.line_rate(c.trace.cluster, min(map(c.hosts.count, c.all_hosts)))
     if rate is None or not _known(c.sync_bytes) or len(c.all_hosts) < 2:
         return None
     return bounds.all_reduce(c.sync_bytes, len(c.all_hosts), rate)
-
-
-def _decided(reading: Reading, decisive: bool) -> Reading:
-    return Reading(reading.subject, reading.observed, reading.expected, reading.strength, reading.text, decisive)
-
-
-def _typed(reading: Reading, subtype: str) -> Reading:
-    return Reading(
-        reading.subject, reading.observed, reading.expected, reading.strength, reading.text, False, None, subtype
-    )
 
 
 NETWORK_CAUSE, TOPOLOGY, STARVATION = "network_congestion", "topology_misconfiguration", "data_starvation"
@@ -675,7 +675,7 @@ ROWS = (
     Row("checkpoint", "timing", "s", checkpoint,
         {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, STEP, True),
     Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, STEP, True),
-    Row("from the first step", "timing", "", from_the_start, {TOPOLOGY: 1, NETWORK_CAUSE: -1}, STEP),
+    Row("from the first step", "timing", "", from_the_start, {NETWORK_CAUSE: -1}, STEP, True),
     Row("round-trip time", "socket", "s", rtt, {NETWORK_CAUSE: 0.8}, SOCKET, True),
     Row("send queue", "socket", "bytes", send_queue, {NETWORK_CAUSE: 0.5}, SOCKET, True),
     Row("congestion window", "socket", "segments", window,
@@ -685,7 +685,7 @@ ROWS = (
     Row("receive queue", "socket", "bytes", receive_queue,
         {STRAGGLER: 0.6, HOST_STALL: 0.2, NETWORK_CAUSE: -0.6}, SOCKET, True),
     Row("others' bytes", "nic", "bytes/s", foreign_bytes, {NETWORK_CAUSE: 1.2, TOPOLOGY: -0.3}, "net", True),
-    Row("bytes a step", "nic", "bytes", bytes_a_step, {NETWORK_CAUSE: 0.5, TOPOLOGY: 0.2}, "net"),
+    Row("bytes a step", "nic", "bytes", bytes_a_step, {NETWORK_CAUSE: -0.5, TOPOLOGY: -0.2}, "net", True),
     Row("dropped packets", "nic", "1/s", drops, {NETWORK_CAUSE: 0.3}, "net", True),
     Row("CPU quota", "host", "share", throttled,
         {STRAGGLER: 1.2, HOST_STALL: 0.5, NETWORK_CAUSE: -1}, PROCESS, True),
@@ -708,5 +708,5 @@ ROWS = (
         {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, CLUSTER, True),
     Row("port rate", "inventory", "Gbit/s", low_rate, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, CLUSTER, True),
     Row("NCCL network", "inventory", "", socket_fallback, {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, "diagnosd_nccl", True),
-    Row("declared fabric", "declared", "s", against_bound, {TOPOLOGY: 1, "communication_bound": -1}, CLUSTER),
+    Row("declared fabric", "timing", "s", against_bound, {TOPOLOGY: 1, "communication_bound": -1}, CLUSTER),
 )  # fmt: skip

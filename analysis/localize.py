@@ -11,7 +11,7 @@ import numpy as np
 
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import COMPUTE, HOST
-from diagnosd.analysis.evidence import Evidence, interfaces
+from diagnosd.analysis.evidence import Evidence, carriers
 
 # A link whose signs reach this share of the worst one's shows the same trouble.
 ALIKE = 0.7
@@ -145,12 +145,10 @@ def _queues(c: Comparison) -> dict[Way, float]:
 
 
 def _ports(c: Comparison, hosts: list[str]) -> tuple[str, ...]:
-    """Narrowest first: the interface that carries most of a host's bytes, then the host that holds it."""
+    """Narrowest first: the interface that carries most of the collectives' bytes, then the host that holds it."""
     loci = []
     for host in hosts:
-        rates = {
-            s.tag("interface") or "": float(np.nan_to_num(c.rate(s, "bytes_recv")[0])) for s in interfaces(c, host)
-        }
+        rates = {s.tag("interface") or "": float(np.nan_to_num(c.rate(s, "bytes_recv")[0])) for s in carriers(c, host)}
         busiest = max(rates, key=lambda name: (rates[name], name), default=None)
         loci += [f"nic:{host}/{busiest}"] if busiest else []
     return (*loci, *(f"host:{host}" for host in hosts))

@@ -54,7 +54,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "four ranks": {"ranks": 4, "noise": 0.05},
     "two hosts of four ranks": {"ranks": 8, "ranks_a_host": 4},
     "clocks half a second apart": {"offsets": (0.2, -0.3)},
-    "one rank": {"ranks": 1},
+    "one rank": {"ranks": 1, "fetch": 0.015},  # its step is all computing: a loader must be faster than that
     "collectives that nobody timed": {"sync": False},
     "ranks that never tell when they meet": {"sync": False, "comm": False},
     "clocks apart, and collectives that nobody timed": {"sync": False, "offsets": (0.2, -0.3)},
@@ -75,7 +75,7 @@ NIC, RANK, ALL = ("host:h1", "nic:h1/eth0"), ("rank:1", "host:h1"), ("job",)
 
 FAULTS: dict[str, tuple[Fault, dict[str, Any], str, str | None, tuple[str, ...]]] = {
     "a throttled port": (Fault("bandwidth", 20, 40, 1, 0.2), {}, "network_congestion", "bandwidth", NIC),
-    "a port at nine tenths": (Fault("bandwidth", 20, 40, 1, 0.9), {}, "network_congestion", None, NIC),
+    "a port at half": (Fault("bandwidth", 20, 40, 1, 0.5), {}, "network_congestion", None, NIC),
     "a neighbour": (Fault("neighbour", 20, 40, 1), {}, "network_congestion", "neighbour_traffic", NIC),
     "lost packets": (Fault("loss", 20, 40, 1), {}, "network_congestion", "packet_loss", NIC),
     "a throttled port of four": (
@@ -155,9 +155,71 @@ def test_without_a_declared_fabric_nobody_knows_that_the_interface_is_slow() -> 
     assert "0 GPU-seconds lost" not in text
 
 
-def test_a_fabric_below_its_declared_rate_is_found_without_any_past() -> None:
-    document = one(judge(job(None, seed=1, rate=0.2 * GBIT, declared=DECLARED)[0])[0])
+def with_ports_at(points: list[Point], gbps: float) -> list[Point]:
+    """As if eth0 of every host had come up with this rate."""
+    inventory = json.dumps({"nics": [{"netdev": "eth0", "rate_gbps": gbps, "state": "ACTIVE"}], "cpu": {"cores": 2}})
+    nodes = [p for p in points if p.series.measurement == "diagnosd_node"]
+    others = [p for p in points if p.series.measurement != "diagnosd_node"]
+    return sorted([*others, *(Point(p.series, {"inventory": inventory}, p.time) for p in nodes)], key=_order)
+
+
+def test_a_port_below_its_declared_rate_is_found_without_any_past() -> None:
+    points, _ = job(None, seed=1, rate=0.2 * GBIT, declared=DECLARED)
+    document = one(judge(with_ports_at(points, 0.2))[0])
     assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "link_rate_low")
+    assert document["owner"] == "fabric"
+
+
+def test_a_low_rate_that_nobody_read_is_not_claimed() -> None:
+    """The ports run at what was declared and nothing else is in the way: slower than declared, and no more is known."""
+    document = one(judge(job(None, seed=1, rate=0.2 * GBIT, declared=DECLARED)[0])[0])
+    assert document["cause"] == "topology_misconfiguration"
+    assert "subtype" not in document
+    assert document["confidence"] < 0.8
+    assert document["owner"] == "config"
+
+
+def test_what_one_core_can_copy_through_tcp_is_not_held_against_the_fabric() -> None:
+    hundred = {"fabric": {"kind": "ethernet", "rate_gbps": 100, "interface": "eth0"}}
+    points, _ = job(None, seed=1, rate=25 * GBIT, size=4e8, declared=hundred)
+    assert judge(with_ports_at(points, 100.0))[0] == []
+
+
+def test_a_neighbour_from_the_first_step_is_no_misconfiguration() -> None:
+    document = one(judge(job(None, Fault("neighbour", 0, 99, 1), seed=1, declared=DECLARED)[0])[0])
+    assert document["cause"] == "unknown"
+    assert "not in this job's connections" in document["text"]
+    assert document["next"]
+    assert "{" not in document["next"]
+
+
+def test_a_slower_transfer_without_a_second_sign_is_not_called_congestion() -> None:
+    documents, _ = judge(job(Layout(seconds=55), Fault("bandwidth", 20, 40, 1, 0.9), seed=3)[0])
+    assert "network_congestion" not in {document["cause"] for document in documents}
+
+
+def test_no_rival_is_told_as_surer_than_the_cause_that_is_named() -> None:
+    for fault, changes, *_ in FAULTS.values():
+        document = one(judge(job(Layout(seconds=45), fault, seed=3, **changes)[0])[0])
+        assert all(other["confidence"] <= document["confidence"] for other in document["alternatives"])
+
+
+def within_hosts(points: list[Point], times: float) -> list[Point]:
+    """The ring also between ranks of one host, by the host's own address: as gloo does it."""
+    inside = []
+    for p in points:
+        if p.series.measurement == "diagnosd_socket" and p.fields["bytes_sent"] > 10_000:
+            host = p.series.tag("host") or ""
+            tags = {**dict(p.series.tags), "peer": f"10.77.0.{10 + int(host[1:])}"}
+            more = {name: int(times * p.fields[name]) for name in ("bytes_sent", "bytes_received")}
+            inside.append(point("diagnosd_socket", tags, {**p.fields, **more, "rtt": 5e-5}, p.time + 1000))
+    return sorted([*points, *inside], key=_order)
+
+
+def test_bytes_between_ranks_of_one_host_hide_no_neighbour() -> None:
+    points, _ = job(Layout(seconds=55, ranks=4, ranks_a_host=2), Fault("neighbour", 20, 40, 2), seed=3)
+    document = one(judge(within_hosts(points, 3))[0])
+    assert (document["cause"], document["subtype"]) == ("network_congestion", "neighbour_traffic")
 
 
 def test_a_loader_that_never_kept_up_is_held_against_one_that_does() -> None:
@@ -361,6 +423,38 @@ def test_of_devices_that_wait_in_their_backward_pass_nobody_is_said_to_compute_l
     assert document["cause"] == "unknown"
     assert document["next"]
     assert "comput" not in " ".join(evidence["text"] for evidence in document["evidence"])
+
+
+# A step of each length (s), and how long a fault must last at that length to be told.
+LENGTHS: dict[str, tuple[dict[str, Any], float]] = {
+    "5 ms": ({"forward": 0.001, "backward": 0.0015, "optimizer": 0.0003, "fetch": 0.002, "size": 1e5}, 1),
+    "60 ms": ({"forward": 0.01, "backward": 0.02, "optimizer": 0.004, "fetch": 0.02, "size": 2e6}, 1),
+    "200 ms": (HEAVY, 1),
+    "40 s": ({"forward": 13.0, "backward": 22.0, "optimizer": 0.5, "fetch": 5.0, "size": 4.5e8, "noise": 0.005}, 40),
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_steps_of_any_length_are_held_against_their_past(length: str) -> None:
+    changes, times = LENGTHS[length]
+    step = changes["forward"] + changes["backward"] + changes["size"] / GBIT if "size" in changes else 0.28
+    fault = Fault("loader", 25 * times, 45 * times, None, changes.get("fetch", 0.04) + 3 * step)
+    document = one(judge(job(Layout(seconds=55 * times), fault, seed=3, **changes)[0])[0])
+    assert (document["cause"], document["baseline"]["from"]) == ("data_starvation", "past")
+    assert document["state"] == "resolved"
+    assert document["baseline"]["step_s"] == pytest.approx(step, rel=0.4)
+    assert seconds(document, "detected") - fault.start <= max(TELL_WITHIN, 12 * step)
+
+
+@pytest.mark.parametrize("length", ["5 ms", "60 ms", "200 ms"])
+def test_steps_of_any_length_are_held_against_bounds_and_peers(length: str) -> None:
+    changes, _ = LENGTHS[length]
+    starved = one(judge(job(Layout(seconds=30), seed=1, **{**changes, "fetch": 0.3})[0])[0])
+    assert (starved["cause"], starved["baseline"]["from"]) == ("data_starvation", "model")
+    assert seconds(starved, "detected") <= TELL_WITHIN
+    slow, _ = job(Layout(seconds=30, ranks=4), Fault("slow_rank", 0, 99, 1, 2.5), seed=1, **{**changes, "fetch": 0.001})
+    document = one(judge(slow)[0])
+    assert (document["cause"], document["baseline"]["from"]) == ("straggler", "peers")
 
 
 def test_two_jobs_on_the_same_hosts_are_judged_apart() -> None:
