@@ -22,7 +22,7 @@ from diagnosd.analysis.compare import RECENT, Comparison, compare
 from diagnosd.analysis.cost import gain, price
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
-from diagnosd.analysis.evidence import least_transfer
+from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
 from diagnosd.analysis.history import History, of_those_heard
 from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, Slowdown
 from diagnosd.analysis.trace import Job, Trace
@@ -263,7 +263,8 @@ class Watch:
         if comparison.lost < LEAVE * comparison.step:
             self.episodes.gone("model", now)
             return
-        verdicts = [v for v in classify(comparison) if v.cause in ("data_starvation", "topology_misconfiguration")]
+        told = ["data_starvation", "topology_misconfiguration", *(["unknown"] if is_beyond_bound(seen) else [])]
+        verdicts = [verdict for verdict in classify(comparison) if verdict.cause in told]
         if not verdicts:
             self.episodes.gone("model", now)
             return
