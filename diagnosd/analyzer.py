@@ -12,14 +12,11 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Event
 from typing import TYPE_CHECKING, Any, TextIO
 
-# One thread, and no other result on another machine: a sum that is split over threads is rounded in another order.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-from diagnosd.analysis import Analysis, report  # numpy reads the variable when it is loaded
+from diagnosd.analysis import Analysis, report
 from diagnosd.documents import ClusterSpec, cluster_from_toml
 from diagnosd.recording import Reading, read
 
@@ -36,6 +33,7 @@ SECOND = 10**9
 # of them again and again.
 GC_AFTER = 50_000
 UNNAMED = "default"  # the cluster's name where neither the recording nor the cluster.toml has one
+SILENT_S = 30.0  # as long as a host may be silent before it is left behind
 BAR_AFTER_S = 1.0  # work that takes longer shows its progress
 
 _SGR = {"title": "1", "good": "1;32", "for": "32", "against": "33", "label": "2", "quiet": "2"}
@@ -75,10 +73,11 @@ def replay(
         declared = None if cluster is None else cluster_from_toml(cluster.read_bytes(), str(cluster))
         with _until_interrupted(follow or speed is not None) as stop:
             return _replay(path, output, speed, declared, follow, stop)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # `diagnosd replay ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputError as error:
+        if error.unread:  # `diagnosd replay ... | head`
             return 0
+        _say(str(error))
+    except OSError as error:
         _say(f"{error.filename or path}: {error.strerror}")
     except ValueError as error:
         _say(str(error))
@@ -95,23 +94,46 @@ def _replay(
         name = (declared.name if declared else None) or reading.header.cluster or UNNAMED
         analysis = Analysis(name, declared)
         live = output == "text" and (follow or speed is not None)
-        batches: Iterable[list[Point]] = reading
+        batches: Iterable[list[Point]] = noticing(reading, time.monotonic, _say)
         if speed is not None:
-            batches = paced(reading, speed, time.monotonic, stop.wait)
+            batches = paced(batches, speed, time.monotonic, stop.wait)
         with nullcontext() if live else progress(reading, sys.stderr):
             for points in batches:
                 news = findings.note(analysis.feed(points))
                 if live:
-                    tell_changes(news, analysis.trace.now, sys.stdout)
+                    with writing(sys.stdout):
+                        tell_changes(news, analysis.trace.now, sys.stdout)
                 if stop.is_set() and not follow:
                     break
         findings.note(analysis.finish())
-        if stop.is_set():
-            leave_the_row(sys.stdout)
-        conclude(findings.documents, analysis.summary(), output, sys.stdout)
+        summary = analysis.summary()
+        with writing(sys.stdout):
+            if stop.is_set():
+                leave_the_row(sys.stdout)
+            conclude(findings.documents, summary, output, sys.stdout)
         if told := _left_out(reading, analysis):
             _say(told)
     return 0
+
+
+class OutputError(Exception):
+    """What was to be said could not be written."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the output cannot be written: {error.strerror}")
+        self.unread = isinstance(error, BrokenPipeError)  # only its reader has gone away
+
+
+@contextmanager
+def writing(stream: TextIO) -> Iterator[None]:
+    """OutputError where the stream cannot be written. What it still holds, and what else is written, goes nowhere."""
+    try:
+        yield
+        stream.flush()
+    except OSError as error:
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
+            os.dup2(nowhere.fileno(), stream.fileno())
+        raise OutputError(error) from error
 
 
 def conclude(documents: Sequence[Document], summary: Document, output: str, stream: TextIO) -> None:
@@ -148,6 +170,20 @@ def show(lines: Iterable[report.Line], stream: TextIO) -> None:
 def _coloured(span: report.Span) -> str:
     sgr = _SGR.get(span.role)
     return f"\x1b[{sgr}m{span.text}\x1b[0m" if sgr else span.text
+
+
+def noticing(
+    batches: Iterable[list[Point]], clock: Callable[[], float], say: Callable[[str], object]
+) -> Iterator[list[Point]]:
+    """The batches, and a word when nothing has come for a while: event time stands still then, and the analysis too."""
+    last, said = clock(), False
+    for points in batches:
+        if points:
+            last, said = clock(), False
+        elif not said and clock() - last > SILENT_S:
+            say(f"nothing has come for {SILENT_S:.0f} s: do the agents still run, and can they write the recording?")
+            said = True
+        yield points
 
 
 def paced(
@@ -238,4 +274,5 @@ def _left_out(reading: Reading, analysis: Analysis) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"diagnosd: {text}\n")
+    with suppress(OutputError), writing(sys.stderr):
+        sys.stderr.write(f"diagnosd: {text}\n")

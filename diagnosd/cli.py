@@ -46,12 +46,12 @@ class Output(StrEnum):
 
 
 def _host(name: str) -> str:
-    if not name:
-        from diagnosd.probe.identity import host_name  # noqa: PLC0415
+    from diagnosd.probe.identity import host_name  # noqa: PLC0415
 
-        return host_name()
+    name = name or host_name()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", name):
-        raise typer.BadParameter(f"{name!r} is no host name: letters, digits, '.', '-' and '_' are allowed")
+        allowed = "letters, digits, '.', '-' and '_' are allowed"
+        raise typer.BadParameter(f"{name!r} is no host name: {allowed}; --host NAME gives another")
     return name
 
 
@@ -76,7 +76,7 @@ Cluster = Annotated[
 ]
 Socket = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", callback=_socket, help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
+    typer.Option(metavar="PATH", help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
 ]
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
@@ -161,11 +161,10 @@ def agent(
     if analyze:
         with _analysis(ERROR):
             from diagnosd import run as observed  # noqa: PLC0415
-        observed.watch(_socket(socket), observed.Options(host, record, cluster))
-    elif not record:
+        raise typer.Exit(observed.watch(_socket(socket), observed.Options(host, record, cluster)))
+    if not record:
         raise typer.BadParameter("nothing would become of it: --record PATH, --analyze or both", param_hint="agent")
-    else:
-        _collect(socket, host, record, cluster)
+    _collect(socket, host, record, cluster)
 
 
 def _collect(socket: Path | None, host: str, record: str, cluster: Path | None) -> None:

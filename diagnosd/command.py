@@ -7,14 +7,18 @@ the terminal sends is therefore not passed on, else the command would see it twi
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 NO_SUCH_COMMAND, NOT_EXECUTABLE, COULD_NOT_START = 127, 126, 125  # as env(1), nohup(1) and the shells have them
+# A signal that comes so soon after its end belongs to that end: nobody has seen it and asked for more in less.
+REACTION_S = 0.2
 _BY_PROGRAM = 0  # si_code: above it (SI_KERNEL) the terminal's driver sent it, to the whole group
 
 
@@ -50,9 +54,10 @@ class Command:
         """Starts it. StartError where the kernel refuses."""
         self.code = 0  # once it has ended: its own, or 128 + the number of the signal that ended it
         self.status = ""  # "exited with 3", "was ended by SIGKILL"
+        self.enough = threading.Event()  # it has ended, and somebody does not want to wait for the verdict
         self.interrupted = False  # from the terminal, which then shows ^C and leaves the cursor behind it
         self._known = threading.Lock()  # held while its pid is sure to be its own
-        self._over = threading.Event()
+        self._ended_at = math.inf  # monotonic
         restored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores them
         try:
             self.pid = os.posix_spawnp(argv[0], argv, environ, setsigmask=[], setsigdef=restored)
@@ -64,21 +69,23 @@ class Command:
         """Until it has ended; `code` and `status` are known then. For one thread."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._known:
-            self._over.set()
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.code = code if code >= 0 else 128 - code
-        self.status = f"exited with {code}" if code >= 0 else f"was ended by {_name(-code)}"
+            self.code = code if code >= 0 else 128 - code
+            self.status = f"exited with {code}" if code >= 0 else f"was ended by {_name(-code)}"
+            self._ended_at = time.monotonic()
 
     def _pass_on(self, signals: frozenset[signal.Signals]) -> None:
-        while True:
+        """Once it is over a signal ends the wait for the verdict, and one more ends us where even that takes long."""
+        while not self.enough.is_set():
             received = signal.sigwaitinfo(signals)
             self.interrupted |= received.si_code > _BY_PROGRAM and received.si_signo in (signal.SIGINT, signal.SIGQUIT)
             with self._known:
-                if self._over.is_set():
-                    break
-                if received.si_code <= _BY_PROGRAM and received.si_pid != self.pid:
+                if time.monotonic() > self._ended_at + REACTION_S:
+                    self.enough.set()
+                elif math.isinf(self._ended_at) and received.si_code <= _BY_PROGRAM and received.si_pid != self.pid:
                     os.kill(self.pid, received.si_signo)
-        os._exit(self.code)  # it is over, and somebody does not want to wait for the verdict
+        signal.sigwaitinfo(signals)
+        os._exit(self.code)
 
 
 def _name(number: int) -> str:

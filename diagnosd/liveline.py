@@ -7,6 +7,7 @@ prints, it never meets the line, nor the line it.
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 
 _SAVE, _RESTORE, _ERASE, _UP = "\x1b7", "\x1b8", "\x1b[K", "\x1b[A"
@@ -24,10 +25,14 @@ class LiveLine:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._rows = 0
+        self._closed = False
+        self._lock = threading.Lock()
 
     def show(self, text: str) -> None:
-        """`text` has no control characters."""
-        with suppress(OSError):  # the terminal is gone
+        """`text` has no control characters. Nothing is shown once it is closed."""
+        with self._lock, suppress(OSError):  # the terminal is gone
+            if self._closed:
+                return
             size = os.get_terminal_size(self._fd)
             if size.lines < FEW_ROWS:
                 return
@@ -37,10 +42,10 @@ class LiveLine:
 
     def close(self) -> None:
         """The whole terminal scrolls again, and the line is gone."""
-        if self._rows:
-            with suppress(OSError):
+        with self._lock, suppress(OSError):
+            self._closed = True
+            if self._rows:
                 self._write(f"{_SAVE}\x1b[r\x1b[{self._rows};1H{_ERASE}{_RESTORE}")
-            self._rows = 0
 
     def _make_room(self, rows: int) -> None:
         """A newline first: the cursor may stand in the last row. Setting the region would move it to the top."""

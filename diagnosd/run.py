@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diagnosd import agent
-from diagnosd.agent import PROBE, Agent, Batch, Recorder, Sink, declaration, recording_of
+from diagnosd.agent import PROBE, STOP_S, Agent, Batch, Recorder, Sink, declaration, recording_of
 from diagnosd.analysis import Analysis, report
-from diagnosd.analyzer import UNNAMED, Findings, conclude, leave_the_row
+from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_the_row, writing
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.point import Point
@@ -36,6 +36,7 @@ log = logging.getLogger("diagnosd.run")
 Document = Mapping[str, Any]
 
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
+LOOK_S = 0.05  # between two looks whether somebody has had enough
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
 
@@ -50,11 +51,14 @@ class Verdicts:
         self.news: list[Document] = []  # what the last points changed
         self.measurements: set[str] = set()
         self.summary: Document = {}
+        self.failure = ""  # why there is no verdict
+        self.lost = 0  # nothing: what it does not take is kept from the recording too
         self.analysis = Analysis(cluster)
         self._folder = folder
         self._tell = tell
         self._batches: queue.Queue[list[Point] | None] = queue.Queue(WAITING)
         self._closed_at = math.inf
+        self._went_on_at = 0.0
         self._thread = threading.Thread(target=self._work, name="analysis", daemon=True)
         self._thread.start()
 
@@ -66,8 +70,20 @@ class Verdicts:
         self._closed_at = time.monotonic()
         self._put(None)
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, enough: threading.Event) -> None:
+        """Until it has come to its end, somebody has had enough, or it has not gone on for STOP_S.
+
+        Why there is no verdict then is its `failure`; it says nothing more.
+        """
+        since = time.monotonic()
+        while self._thread.is_alive() and not self.failure:
+            self._thread.join(LOOK_S)
+            if enough.is_set():
+                self.failure = "the verdict was not waited for"
+            elif time.monotonic() - max(since, self._went_on_at) > STOP_S:
+                self.failure = f"the analysis has not gone on for {STOP_S:.0f} s"
+        if self.failure:
+            self._tell = _tell_nothing
 
     def conclude(self, output: str, stream: TextIO) -> None:
         """The words and documents that `diagnosd replay` has for the same points."""
@@ -87,9 +103,17 @@ class Verdicts:
 
     def _work(self) -> None:
         try:
+            self._analyze()
+        except Exception as error:  # noqa: BLE001 - it costs the verdict, not the command and its recording
+            self.failure = f"the analysis failed: {type(error).__name__}: {error}"
+            log.warning("%s; nothing more is analyzed", self.failure)
+
+    def _analyze(self) -> None:
+        try:
             for points in self._points():
                 self.measurements.update(each.series.measurement for each in points)
                 self._say(self.analysis.feed(points))
+                self._went_on_at = time.monotonic()
         except RecordingError as error:
             log.warning("%s; the verdict covers what was read before", error)
         self._say(self.analysis.finish())
@@ -136,24 +160,52 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
             return _not_started(str(error), error.code)
         except (OSError, ValueError) as error:
             return _not_started(f"{argv[0]} was not started: {agent.said(error)}", COULD_NOT_START)
-        asyncio.run(_observe(watched, command))
-        verdicts.join()
-    silence = _silence(verdicts, f"{argv[0]} {command.status}", environ)
-    with _read_by_somebody(sys.stderr):
-        if command.interrupted:
-            leave_the_row(sys.stderr)
-        if silence:
-            print(f"diagnosd: no rank reported a step: {silence}", file=sys.stderr)
-        elif output == "text":
-            verdicts.conclude("text", sys.stderr)
-    with _read_by_somebody(sys.stdout):
-        if output == "json":
-            verdicts.conclude("json", sys.stdout)
+        with _at_our_cost("the observation"):
+            asyncio.run(_observe(watched, command))
+        verdicts.join(command.enough)
+    with _at_our_cost("the verdict"):
+        unjudged = verdicts.failure and _unjudged(watched, verdicts, options)
+        _tell_all(verdicts, unjudged or _silence(verdicts, f"{argv[0]} {command.status}", environ), command, output)
     return command.code
 
 
+@contextmanager
+def _at_our_cost(part: str) -> Iterator[None]:
+    """Around what follows the start of the command: its code is to be told, whatever fails of ours."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a mistake of ours, and no reason to take the command's code
+        log.warning("%s failed: %s: %s", part, type(error).__name__, error)
+
+
+def _tell_all(verdicts: Verdicts, unjudged: str, command: Command, output: str) -> None:
+    with _if_possible(sys.stdout):
+        if output == "json" and not verdicts.failure:
+            verdicts.conclude("json", sys.stdout)
+    with _if_possible(sys.stderr):
+        if command.interrupted:
+            leave_the_row(sys.stderr)
+        if unjudged:
+            print(f"diagnosd: {unjudged}", file=sys.stderr)
+        elif output == "text":
+            verdicts.conclude("text", sys.stderr)
+
+
+def _unjudged(watched: Agent, verdicts: Verdicts, options: Options) -> str:
+    """Why there is no verdict, and how to have one all the same."""
+    if not options.record:
+        return verdicts.failure
+    held = "what was recorded can be replayed" if watched.lost else "the recording is whole, replay it"
+    return f"{verdicts.failure}; {held}: diagnosd replay {options.record}"
+
+
+def _say(text: str) -> None:
+    with _if_possible(sys.stderr):
+        print(f"diagnosd: {text}", file=sys.stderr)
+
+
 def _not_started(reason: str, code: int) -> int:
-    print(f"diagnosd: {reason}", file=sys.stderr)
+    _say(reason)
     return code
 
 
@@ -166,26 +218,35 @@ async def _observe(watched: Agent, command: Command) -> None:
     await watching
 
 
-def watch(socket: Path, options: Options) -> None:
-    """An agent that analyzes what it collects, until it is told to stop. OSError or ValueError where it cannot."""
+def watch(socket: Path, options: Options) -> int:
+    """An agent that analyzes what it collects, until it is told to stop: its exit code.
+
+    OSError or ValueError says what it could not have.
+    """
     agent.log_calmly()
     agent.hold_signals()
     watched, verdicts = _embedded(socket, options, _tell_changes)
     log.info("watching %s; %s", options.host, agent.invitation(socket))
     asyncio.run(agent.until_told(watched))
-    verdicts.join()
-    with _read_by_somebody(sys.stdout):
+    verdicts.join(threading.Event())
+    if verdicts.failure:
+        _say(_unjudged(watched, verdicts, options))
+        return 1
+    with _if_possible(sys.stdout):
         leave_the_row(sys.stdout)
         verdicts.conclude("text", sys.stdout)
+    return 0
 
 
 @contextmanager
-def _read_by_somebody(stream: TextIO) -> Iterator[None]:
-    """A reader that has gone away is no error: what would still be written goes nowhere."""
+def _if_possible(stream: TextIO) -> Iterator[None]:
+    """What cannot be written is said on stderr, if that can be; a reader that has gone away is no error."""
     try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with writing(stream):
+            yield
+    except OutputError as error:
+        if not error.unread:
+            log.warning("%s", error)
 
 
 def _environment(environ: Mapping[str, str], socket: Path, host: str, job: str) -> dict[str, str]:
@@ -226,21 +287,26 @@ def _live(verdicts: Verdicts) -> str:
 
 
 def _tell_changes(verdicts: Verdicts) -> None:
-    with _read_by_somebody(sys.stderr):
+    with _if_possible(sys.stderr):
         for document in verdicts.news:
             print(f"diagnosd: {document['state']}: {report.sentence(document)}", file=sys.stderr, flush=True)
+
+
+def _tell_nothing(_: Verdicts) -> None:
+    """The analysis may still go on when we are about to leave."""
 
 
 def _silence(verdicts: Verdicts, end: str, environ: Mapping[str, str]) -> str:
     """Why there is nothing to judge, and what to do; "" where there is."""
     if "diagnosd_step" in verdicts.measurements:
         return ""
+    said = "no rank reported a step: "
     if "diagnosd_rank" in verdicts.measurements:
         gaps = [gap["text"] for job in verdicts.summary.get("jobs", {}).values() for gap in job.get("gaps", ())]
-        return f"{end}; {gaps[0]}" if gaps else f"{end} before the first one was over."
+        return said + (f"{end}; {gaps[0]}" if gaps else f"{end} before the first one was over.")
     if environ.get("DIAGNOSD", "").lower() in ("off", "0", "no", "false"):
-        return f"DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
+        return f"{said}DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
     return (
-        f"{end}, and nothing in it trained with PyTorch where the probe could see it (python -I and -E, sudo and"
+        f"{said}{end}, and nothing in it trained with PyTorch where the probe could see it (python -I and -E, sudo and"
         " containers drop PYTHONPATH). Any other loop can call `with probe.step():`, see README."
     )

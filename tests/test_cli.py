@@ -16,7 +16,8 @@ import pytest
 from typer.main import get_command
 
 from diagnosd.cli import app
-from diagnosd.point import Point
+from diagnosd.point import Point, Series
+from diagnosd.point import encode as encode_points
 from diagnosd.probe.message import Hello, encode, encode_hello
 from diagnosd.recording import read
 
@@ -228,6 +229,38 @@ def test_a_reader_that_has_gone_away_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     os.close(writer)
     assert done.stderr == ""
+
+
+def test_an_output_that_cannot_be_written_is_not_blamed_on_the_recording(tmp_path: Path) -> None:
+    point = Point(Series.of("mem", host="n01"), {"total": 1}, 1_700_000_000_000_000_000)
+    (tmp_path / "n01.lp").write_bytes(encode_points([point]))
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*DIAGNOSD, "replay", str(tmp_path / "n01.lp")],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        1,
+        "diagnosd: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_name_from_the_environment_is_checked_like_one_that_is_given(tmp_path: Path) -> None:
+    env = {**os.environ, "DIAGNOSD_HOST": "a/b"}
+    command = [*DIAGNOSD, "record", str(tmp_path / "n01.lp"), "--socket", str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert "'a/b' is no host name" in done.stderr
+
+
+def test_a_socket_named_in_the_environment_is_taken_where_none_is_given(tmp_path: Path) -> None:
+    env = {**os.environ, "DIAGNOSD_SOCKET": str(tmp_path / "theirs")}
+    command = [*DIAGNOSD, "record", str(tmp_path / "n01.lp")]
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    wait_for(tmp_path / "theirs")
+    agent.terminate()
+    agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 0
 
 
 def test_the_commands_exit_code_stands_when_nobody_reads_the_verdict() -> None:

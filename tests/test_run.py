@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from diagnosd.liveline import LiveLine
 from diagnosd.point import Point
 from diagnosd.recording import read
 
@@ -388,3 +389,119 @@ def test_ctrl_c_on_the_terminal_reaches_the_command_once_and_the_verdict_is_give
 def test_a_verdict_does_not_begin_in_the_row_of_the_ctrl_c() -> None:
     said = interrupted(*sh("echo ready; exec sleep 60")).replace(b"\r", b"")
     assert b"^C\ndiagnosd: no rank reported a step: sh was ended by SIGINT" in said
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_the_exit_code_is_the_commands_also_when_nothing_can_be_written(output: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*DIAGNOSD, "run", "--output", output, *sh("exit 3")],
+            stdout=full, stderr=full, check=False, cwd=ROOT, timeout=PATIENCE_S,
+        )  # fmt: skip
+    assert done.returncode == 3
+
+
+def test_documents_that_cannot_be_written_are_said_and_the_exit_code_is_the_commands() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = diagnosd(
+            "run", "--output", "json", *sh("exit 3"), capture_output=False, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 3
+    assert "diagnosd: the output cannot be written: No space left on device\n" in done.stderr
+
+
+def test_the_exit_code_is_the_commands_also_when_the_terminal_has_gone() -> None:
+    ours, theirs = pty.openpty()
+    command = [*DIAGNOSD, "run", *sh("echo ready >&2; read line; exit 4")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=theirs, cwd=ROOT) as process:
+        os.close(theirs)
+        while b"ready" not in os.read(ours, 4096):
+            pass
+        os.close(ours)
+        process.communicate(b"\n", timeout=PATIENCE_S)
+    assert process.returncode == 4
+
+
+def with_an_analysis(mistake: str, *arguments: str | Path) -> list[str]:
+    """`diagnosd` whose analysis has this body for its last words."""
+    code = f"""
+import sys, time
+from diagnosd import cli
+with cli._analysis(1):
+    from diagnosd.analysis import Analysis
+def finish(self):
+    {mistake}
+Analysis.finish = finish
+cli.main()
+"""
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def test_a_mistake_in_the_analysis_is_said_and_gives_no_verdict(tmp_path: Path) -> None:
+    record = tmp_path / "rec.lp"
+    command = with_an_analysis("raise KeyError('x')", "run", "--record", record, *sh("exit 3"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == (
+        f"diagnosd: the analysis failed: KeyError: 'x'; the recording is whole, replay it: diagnosd replay {record}"
+    )
+    assert "Traceback" not in done.stderr
+    assert "no rank reported" not in done.stderr
+    assert points_of(record)
+
+
+def test_a_mistake_in_the_analysis_without_a_recording_promises_none() -> None:
+    command = with_an_analysis("raise KeyError('x')", "run", "--output", "json", *sh("exit 3"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines()[-1] == "diagnosd: the analysis failed: KeyError: 'x'"
+
+
+def test_an_analysis_that_hangs_is_left_after_a_while() -> None:
+    command = with_an_analysis("time.sleep(600)", "run", *sh("exit 3"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (3, "diagnosd: the analysis has not gone on for 5 s\n")
+
+
+def test_a_signal_after_the_commands_end_ends_the_wait_for_the_verdict_and_leaves_nothing_behind() -> None:
+    """Half a second behind the end of the command, so that nobody takes the signal for one that ended it."""
+    command = with_an_analysis(
+        "time.sleep(0.5); print('pending', flush=True); time.sleep(600)",
+        "run", *sh("echo socket $DIAGNOSD_SOCKET; exit 3"),
+    )  # fmt: skip
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    env = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env) as process:
+        os.close(theirs)
+        said = ""
+        while "pending" not in said:
+            said += os.read(ours, 4096).decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 3
+        said += os.read(ours, 4096).decode()
+    os.close(ours)
+    found = re.search(r"socket (\S+)", said)
+    assert found
+    assert not Path(found[1]).parent.exists()
+    assert "the verdict was not waited for" in said
+    terminal = Terminal(24)
+    terminal.feed(said)
+    assert terminal.bottom == 23
+
+
+def test_a_live_line_that_is_closed_stays_closed() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    line = LiveLine(theirs)
+    line.show("now")
+    line.close()
+    line.show("later")
+    os.write(theirs, b"end")
+    said = b""
+    while b"end" not in said:
+        said += os.read(ours, 4096)
+    os.close(theirs)
+    os.close(ours)
+    assert b"now" in said
+    assert b"later" not in said
