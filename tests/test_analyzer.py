@@ -116,6 +116,14 @@ def test_points_are_paced_by_their_own_time() -> None:
     assert arrivals == [(n, 100.0 + (n - 1) / 2) for n in range(1, 11)]
 
 
+def test_silence_is_noticed_once_until_something_comes_again() -> None:
+    some = [Point(Series.of("m", host="n1"), {"value": 1}, SECOND)]
+    now, said = iter([0.0, 1.0, 20.0, 40.0, 60.0, 70.0, 120.0]), []
+    batches = [some, [], [], [], some, [], []]
+    assert list(analyzer.noticing(batches, lambda: next(now), said.append)) == batches
+    assert [line[:31] for line in said] == ["nothing has come for 30 s: do t"] * 2
+
+
 def written(text: bytes) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         path = folder / "recording.lp"
