@@ -92,6 +92,7 @@ class Baseline:
         self._first = 0  # number of the oldest row kept
         self._rows: Floats = np.empty((64, len(CHANNELS)))
         self._work: Floats = np.empty(64)
+        self._steps: Floats = np.empty(64)
         self._usable: Bools = np.empty(64, dtype=bool)  # may be judged
         self._healthy: Bools = np.empty(64, dtype=bool)  # may teach
         self._regime = 0  # first row of the regime
@@ -100,12 +101,12 @@ class Baseline:
         self._renew = 0
         self._odd: list[float] = []  # the latest works outside of the regime's, in a row
 
-    def add(self, row: Floats, work: float, *, usable: bool) -> int:
-        """Take one cycle [C]; returns its number. `work` is NaN where unknown."""
+    def add(self, row: Floats, work: float, *, usable: bool, steps: int = 1) -> int:
+        """Take one row [C], the mean of so many steps; returns its number. `work` is NaN where unknown."""
         self._make_room()
         place = self.count - self._first
         fits = usable and self._same_regime(work)
-        self._rows[place], self._work[place] = row, work
+        self._rows[place], self._work[place], self._steps[place] = row, work, steps
         self._usable[place] = self._healthy[place] = fits
         self.count += 1
         if len(self._odd) >= 3:
@@ -120,6 +121,14 @@ class Baseline:
 
     def rows(self, numbers: Ints) -> Floats:
         return self._rows[numbers - self._first]
+
+    def steps(self, numbers: Ints) -> Floats:
+        """[N] how many each row is the mean of."""
+        return self._steps[numbers - self._first]
+
+    def seconds(self, numbers: Ints) -> Floats:
+        """[N] what the steps of each row took together."""
+        return self.rows(numbers)[:, 0] * self.steps(numbers)
 
     def work(self, numbers: Ints) -> Floats:
         return self._work[numbers - self._first]
@@ -226,7 +235,7 @@ class Baseline:
             return
         drop = kept - KEEP if kept >= 2 * KEEP else 0
         size = 2 * (kept - drop)
-        for name in ("_rows", "_work", "_usable", "_healthy"):
+        for name in ("_rows", "_work", "_steps", "_usable", "_healthy"):
             old = getattr(self, name)
             new = np.empty((size, *old.shape[1:]), old.dtype)
             new[: kept - drop] = old[drop:kept]

@@ -21,12 +21,12 @@ def price(episode: Episode, baseline: Baseline, numbers: Ints, reference: Refere
         episode.lost = episode.observed = episode.expected = 0.0
         episode.counted = episode.row
     fresh = numbers[numbers >= episode.counted]
-    observed = baseline.rows(fresh)[:, 0]
+    observed, steps = baseline.seconds(fresh), baseline.steps(fresh)
     if isinstance(reference, Reference):
-        expected = reference.expect(baseline.work(fresh))[:, 0]
+        expected = reference.expect(baseline.work(fresh))[:, 0] * steps
         episode.step, episode.scatter = reference.step, float(reference.scale[0]) / reference.step
     else:
-        expected = np.full(len(fresh), reference)
+        expected = reference * steps
         episode.step, episode.scatter = reference, 0.0
     episode.lost += episode.share * float((observed - expected).sum()) * episode.ranks
     episode.observed += float(observed.sum())

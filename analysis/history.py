@@ -1,9 +1,14 @@
-"""A job's newest cycles, one row each, and how they compare: takes them from the trace as they are complete."""
+"""A job's newest cycles, and how they compare: takes them from the trace as they are complete.
+
+A cycle is a row. Where steps are so short that a hundred rows would be over before anything could be told of them,
+some in a row make a row, as their mean: all that is said of rows further on then holds for steps of any length. A
+checkpoint or an evaluation is a row of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import nan
+from math import ceil, nan
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +31,13 @@ from diagnosd.analysis.steps import KINDS, Steps
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Columns = dict[str, npt.NDArray[np.generic]]
+Each = Callable[[int, Floats, float, bool, int], None]  # number, channels, work, whether it may be judged, steps
 
-KEEP = 1024  # cycles: five windows of the baseline
+KEEP = 1024  # rows: five windows of the baseline
+# Of a row, at the least: the 100 rows in which an onset is looked for must reach over the 5 s that it must have lasted,
+# and the ticks that must have agreed; and 60 rows hold two samples of what is read every two seconds.
+ROW_S = 0.1
 LOST_S = 10.0  # what a rank has not sent so long after the others will not come: three times the lateness
 REALIGN = 50  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
 ALIGNED_BY = 200  # steps: their median knows the offset to a tenth of what single meetings scatter by
@@ -39,19 +49,23 @@ _SAVES = [OWN.index("checkpoint"), OWN.index("eval")]
 
 
 class History:
-    """Arrays over the kept cycles; `first` is the number of the oldest, numbers count from the first cycle of all."""
+    """Arrays over the kept rows; `first` is the number of the oldest, numbers count from the first row of all."""
 
     def __init__(self, ranks: tuple[int, ...], hosts: tuple[str, ...], origin: int) -> None:
         self.ranks, self.hosts, self.origin = ranks, hosts, origin
         self.first = 0
         self.count = 0
+        self.steps = 0  # cycles taken, several of which may be a row
         self.newest = 0  # ns: end of the newest step taken
         self.noise = 0.0  # s, that the clocks of hosts differ by from step to step; infinite while they are not aligned
         self._offset: Floats = np.zeros(len(ranks))
         self._aligned = -REALIGN
+        self._a_row = 1  # cycles
+        self._rest: Columns = {}  # cycles that do not make a row yet
         size, across = 64, len(ranks)
-        self._arrays: dict[str, npt.NDArray[np.generic]] = {
+        self._arrays: Columns = {
             "end": np.empty(size),
+            "steps": np.empty(size),
             "duration": np.empty(size),
             "parts": np.empty((size, len(PART))),
             "own": np.empty((size, across, len(OWN))),
@@ -75,16 +89,20 @@ class History:
         return values
 
     def numbers(self, since: int = 0, until: int | None = None) -> Ints:
-        """Numbers of the kept cycles in this range."""
+        """Numbers of the kept rows in this range."""
         return np.arange(max(since, self.first), self.count if until is None else min(until, self.count))
 
     def start_of(self, number: int) -> float:
-        """When a cycle began, in seconds since the origin."""
+        """When a row began, in seconds since the origin."""
         one = np.array([number])
-        return float(self.floats("end", one)[0] - self.floats("duration", one)[0])
+        return float(self.floats("end", one)[0] - self.seconds(one)[0])
 
-    def take(self, steps: Steps, now: int, each: Callable[[int, Floats, float, bool], None]) -> None:
-        """Add the cycles of the steps that came since, and call `each` with number, channels, work, usable."""
+    def seconds(self, numbers: Ints) -> Floats:
+        """What rows took, all their cycles together."""
+        return self.floats("duration", numbers) * self.floats("steps", numbers)
+
+    def take(self, steps: Steps, now: int, each: Each) -> None:
+        """Add the cycles of the steps that came since, and call `each` of the new rows."""
         ended = steps.end.max(axis=1)
         fresh = np.flatnonzero(ended > self.newest)
         if not fresh.size:
@@ -108,33 +126,62 @@ class History:
         _, leave = meeting(Phases.of(steps, slice(max(len(steps) - ALIGNED_BY, 0), len(steps)), self.origin))
         self._offset, self.noise = align(leave, self.hosts)
 
-    def _append(
-        self, cycles: Cycles, steps: Steps, start: int, each: Callable[[int, Floats, float, bool], None]
-    ) -> None:
-        rows, count = cycles.row + start, len(cycles.row)
+    def _append(self, cycles: Cycles, steps: Steps, start: int, each: Each) -> None:
+        self.steps += len(cycles.row)
+        self._set_row(float(np.median(cycles.duration)))
+        columns = self._columns(cycles, steps, cycles.row + start)
+        if self._rest:
+            columns = {name: np.concatenate([self._rest[name], values]) for name, values in columns.items()}
+            self._rest = {}
+        if self._a_row > 1:
+            columns = self._in_rows(columns)
+        count = len(columns["end"])
         self._make_room(count)
         place = slice(self.count - self.first, self.count - self.first + count)
-        arrays = self._arrays
-        for name in ("end", "duration", "parts", "own", "late", "last", "timed"):
-            arrays[name][place] = getattr(cycles, name)
-        for name in ("queue", "queue_size", "workers"):
-            arrays[name][place] = steps.column(name)[rows]
+        for name, array in self._arrays.items():
+            array[place] = columns[name]
+        channels = _channels(columns["parts"], columns["duration"])
+        for index, (work, usable, size) in enumerate(
+            zip(*(columns[n] for n in ("work", "usable", "steps")), strict=True)
+        ):
+            self.count += 1
+            each(self.count - 1, channels[index], float(work), bool(usable), int(size))
+
+    def _columns(self, cycles: Cycles, steps: Steps, rows: Ints) -> Columns:
+        """What is kept of each cycle."""
+        columns: Columns = {name: getattr(cycles, name) for name in ("end", "duration", "parts", "own", "late", "last")}
+        columns |= {name: steps.column(name)[rows] for name in ("queue", "queue_size", "workers")}
         work = _work(steps, rows)
-        whole = work.sum(axis=1)
-        compute = cycles.own[..., [OWN.index(name) for name in COMPUTE]].sum(axis=-1)
         mixed = cycles.own[..., OWN.index("mixed")] > 0
-        arrays["compute_per_work"][place] = np.where(mixed, nan, compute) / np.where(work > 0, work, nan)
-        arrays["work"][place] = whole
+        compute = np.where(mixed, nan, cycles.own[..., [OWN.index(name) for name in COMPUTE]].sum(axis=-1))
         size = steps.column("sync_bytes")[rows]
-        arrays["sync_bytes"][place] = np.where(np.isnan(size), 0.0, size).max(axis=1)
         usable = _usable(cycles, steps, rows)
         # Ranks that met by clocks which nobody has compared yet: who was last, and when, is not known.
         usable &= np.isfinite(self.noise) | np.isnan(cycles.late).any(axis=1)
-        arrays["usable"][place] = usable
-        channels = _channels(cycles)
-        for index in range(count):
-            self.count += 1
-            each(self.count - 1, channels[index], float(whole[index]), bool(usable[index]))
+        return columns | {
+            "steps": np.ones(len(rows)),
+            "timed": cycles.timed,
+            "usable": usable,
+            "work": work.sum(axis=1),
+            "compute_per_work": compute / np.where(work > 0, work, nan),
+            "sync_bytes": np.where(np.isnan(size), 0.0, size).max(axis=1),
+        }
+
+    def _set_row(self, duration: float) -> None:
+        """How many cycles of this duration (s) make a row; later only where it is out by more than a factor of two."""
+        fits = max(1, ceil(ROW_S / duration))
+        if self.count <= REALIGN or not self._a_row <= 2 * fits <= 4 * self._a_row:
+            self._a_row = fits
+
+    def _in_rows(self, columns: Columns) -> Columns:
+        """The rows that these cycles make; those that do not make one yet are left for later."""
+        alone = ~columns["usable"].astype(bool) | (columns["own"][..., _SAVES] > 0).any(axis=(1, 2))
+        starts, is_whole = _groups(alone.tolist(), self._a_row)
+        if not is_whole:
+            self._rest = {name: values[starts[-1] :] for name, values in columns.items()}
+            columns = {name: values[: starts[-1]] for name, values in columns.items()}
+            starts = starts[:-1]
+        return _means(columns, starts) if starts else columns
 
     def _make_room(self, count: int) -> None:
         kept = self.count - self.first
@@ -163,6 +210,40 @@ def _is_settled(end: Ints) -> Bools:
     return settled
 
 
+def _groups(alone: list[bool], size: int) -> tuple[list[int], bool]:
+    """Where groups of so many in a row begin, those alone apart; and whether the last of them is whole."""
+    starts: list[int] = []
+    taken = size
+    for place, apart in enumerate(alone):
+        if apart or taken >= size:
+            starts.append(place)
+            taken = 0
+        taken = size if apart else taken + 1
+    return starts, taken >= size
+
+
+def _means(columns: Columns, starts: list[int]) -> Columns:
+    """A row for each group of cycles that begins at `starts`."""
+    count = np.diff([*starts, len(columns["end"])])
+    means: Columns = {}
+    for name, values in columns.items():
+        each = count.reshape(-1, *[1] * (values.ndim - 1))
+        means[name] = np.add.reduceat(values.astype(float), starts) / each
+    for name in ("queue", "queue_size", "workers"):
+        means[name] = np.round(means[name].astype(float))  # the queue is empty where it mostly was
+    means["end"] = columns["end"][np.cumsum(count) - 1]
+    means["steps"] = count.astype(float)
+    means["last"] = _most_often(columns["last"], starts)
+    means |= {name: np.logical_and.reduceat(columns[name], starts) for name in ("timed", "usable")}
+    return means | {"sync_bytes": np.maximum.reduceat(columns["sync_bytes"], starts)}  # type: ignore[arg-type]
+
+
+def _most_often(last: npt.NDArray[np.generic], starts: list[int]) -> Ints:
+    """Who was last in most cycles of each group; -1 where nobody can say."""
+    groups = np.split(last.astype(np.int64), starts[1:])
+    return np.array([int(np.bincount(group + 1).argmax()) - 1 for group in groups], np.int64)
+
+
 def _those(cycles: Cycles, keep: Bools) -> Cycles:
     return Cycles(**{name: getattr(cycles, name)[keep] for name in Cycles.__slots__})
 
@@ -183,11 +264,10 @@ def _usable(cycles: Cycles, steps: Steps, rows: Ints) -> Bools:
     return usable
 
 
-def _channels(cycles: Cycles) -> Floats:
+def _channels(parts: npt.NDArray[np.generic], duration: npt.NDArray[np.generic]) -> Floats:
     """[C,len(CHANNELS)] seconds."""
-    parts = cycles.parts
     channels = np.empty((len(parts), len(CHANNELS)))
-    channels[:, 0] = cycles.duration
+    channels[:, 0] = duration
     for column, name in enumerate(CHANNELS[1:], start=1):
         channels[:, column] = parts[:, [PART[part] for part in _CHANNEL_PARTS[name]]].sum(axis=1)
     return channels

@@ -40,7 +40,7 @@ class Slowdown:
         numbers = baseline.usable(self.onset)
         channel = _channel(cause)
         scale = float(self.reference.scale[channel]) / max(self.reference.step, 1e-9)
-        index = last_sick(self.excess(baseline, numbers)[:, channel], baseline.rows(numbers)[:, 0], scale, self.size)
+        index = last_sick(self.excess(baseline, numbers)[:, channel], baseline.seconds(numbers), scale, self.size)
         return None if index is None else int(numbers[index]) if index >= 0 else self.onset
 
 
@@ -48,13 +48,13 @@ def _channel(cause: str) -> int:
     return CHANNEL[SHOWS.get(cause, "total")]
 
 
-def last_sick(excess: Floats, durations: Floats, scale: float, size: float) -> int | None:
+def last_sick(excess: Floats, seconds: Floats, scale: float, size: float) -> int | None:
     """Index of the last row [N] of a slowdown that is over, -1 where no row was sick; None while it is not over.
 
     It is over when the median of the newest rows lost less than 2 % of the step, or than a fifth of what the slowdown
     cost; or than 2 % and the noise of so many rows, if that is clearly less than the slowdown.
     """
-    calm = max(CALM, int(np.searchsorted(np.cumsum(durations[::-1]), CALM_S)) + 1)
+    calm = max(CALM, int(np.searchsorted(np.cumsum(seconds[::-1]), CALM_S)) + 1)
     if len(excess) <= calm:
         return None
     height = max(float(np.median(excess[:-calm])), size)

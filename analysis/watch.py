@@ -36,7 +36,9 @@ FIRST_LOOK, FIRST_LOOK_S = 6, 5.0  # cycles after the warm-up, and their seconds
 SKIP = 2  # the first cycles: buffers grow, connections open, caches fill
 PEERS, PEERS_S = 20, 10.0
 REJUDGE_S = 5.0  # what is told and agreed upon is weighed anew with each sample of the slowest connection counters
-EARLY = 100  # cycles within which what was so from the start has shown; later the job's past judges
+# Rows, and seconds since the job began, within which what was so from the start has shown; later the job's past judges.
+# Peers are asked after 10 s, what they say must hold for 5 s, and a third of what is read comes every 10 s.
+EARLY, EARLY_S = 100, 30.0
 APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machines differ by 1 % (diagnosis.md 1.2)
 COSTLY = 0.10  # and what that must cost, of the step
 
@@ -57,6 +59,7 @@ class Watch:
         self.slowdown: Slowdown | None = None
         self.judged = 0  # ns: when the evidence of the slowdown was last weighed
         self.cleared = 0  # cycles before this one are judged
+        self._spent = 0.0  # seconds of this attempt, without its first steps
         self.checkpoints = Checkpoints()
 
     def tick(self, now: int) -> list[dict[str, Any]]:
@@ -95,7 +98,7 @@ class Watch:
         reference = self.baseline.reference()
         suspects = [e.verdict.cause for e in self.episodes.all if e.is_open]
         return {
-            "steps": self.history.count if self.history else 0,
+            "steps": self.history.steps if self.history else 0,
             "step_s": reference and reference.step,
             "still_s": (self.trace.now - self.history.newest) / 1e9 if self.history else None,
             "open": suspects,
@@ -132,8 +135,9 @@ class Watch:
         self.history.take(steps, now, self._row)
         return self.history.count > before
 
-    def _row(self, number: int, channels: Floats, work: float, usable: bool) -> None:
-        self.baseline.add(channels, work, usable=usable)
+    def _row(self, number: int, channels: Floats, work: float, usable: bool, steps: int) -> None:
+        self.baseline.add(channels, work, usable=usable, steps=steps)
+        self._spent += float(channels[0]) * steps if number >= SKIP else 0.0
         if self.slowdown is not None:
             self.baseline.mark(number, number + 1, healthy=False)
         history = self.history
@@ -179,7 +183,7 @@ class Watch:
             return
         taught = self.slowdown.healthy if self.slowdown else self.baseline.taught()
         healthy = taught[taught < alarm.onset]
-        if len(healthy) < LEAST or self.baseline.rows(healthy)[:, 0].sum() < LEAST_S:
+        if len(healthy) < LEAST or self.baseline.seconds(healthy).sum() < LEAST_S:
             self.baseline.begin(alarm.onset)  # so little of it was as before that it was still warming up
             self.episodes.gone("past", now)
             self.slowdown = None
@@ -207,7 +211,7 @@ class Watch:
             if episode.state == "confirmed" and row is not None and row >= episode.row:
                 self.episodes.close(episode, self._ended(row))
         numbers = self._usable(self.slowdown.onset)
-        if told or len(numbers) < ACCEPT_CYCLES or self.baseline.rows(numbers)[:, 0].sum() < ACCEPT_S:
+        if told or len(numbers) < ACCEPT_CYCLES or self.baseline.seconds(numbers).sum() < ACCEPT_S:
             return False
         self.episodes.gone("past", 0)
         self.baseline.begin(self.slowdown.onset)
@@ -238,14 +242,11 @@ class Watch:
         None where it is too late for a finding to have been there from the start, and while the job is slower than its
         own past.
         """
-        started = self.baseline.count <= EARLY or self.episodes.open(origin)
-        if not started or self.slowdown is not None:
+        early = self.baseline.count <= EARLY or self._spent <= EARLY_S
+        if self.slowdown is not None or not (early or self.episodes.open(origin)):
             return None
         numbers = self.baseline.usable(SKIP, healthy=True)[-RECENT:]
-        if len(numbers) < least:
-            return None
-        spent = float(self.baseline.rows(numbers)[:, 0].sum())
-        return numbers if spent >= least_s else None
+        return numbers if len(numbers) >= least and self._spent >= least_s else None
 
     def _against_bounds(self, now: int) -> None:
         numbers = self._early("model", FIRST_LOOK, FIRST_LOOK_S)
@@ -343,7 +344,7 @@ class Watch:
         found = [Found(verdict, self._instant(run[0]), run[0]) for verdict in verdicts]
         lost = comparison.lost * len(run)
         for episode in self.episodes.observe("checkpoint", found, self.attempt):
-            episode.observed = float(history.floats("duration", history.numbers(run[0])).sum())
+            episode.observed = float(history.seconds(history.numbers(run[0])).sum())
             episode.expected = max(episode.observed - lost, 1e-9)
             episode.lost, episode.ranks = lost * self.job.world, self.job.world
             episode.step, episode.gain = reference.step, lost / max(episode.observed, 1e-9)
