@@ -143,6 +143,16 @@ CAUSES = {
             },
         ),
         Cause(
+            "workload_imbalance",
+            "one rank has more work than the others, who wait for it",
+            "job",
+            claims=("forward", "backward", "optimizer"),
+            prior=-2.5,
+            least=0.02,
+            next="Compare the samples and tokens of each rank: give {rank} fewer, or bucket the batches by length.",
+            peers=True,
+        ),
+        Cause(
             "checkpoint_stall",
             "saving a checkpoint takes longer than it did",
             "storage",
@@ -210,6 +220,7 @@ RIVALS = tuple(
         "data_starvation",
         "topology_misconfiguration",
         "straggler",
+        "workload_imbalance",
         "checkpoint_stall",
         "host_stall",
     )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis.bounds import all_reduced
-from diagnosd.analysis.decompose import OWN, PART
+from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.history import History, Ints
 from diagnosd.analysis.rates import increments
 from diagnosd.analysis.samples import Numbers
@@ -82,6 +82,8 @@ class Comparison:
     sync_bytes: float  # median size of the collective; NaN where unknown
     from_start: bool
     mixed: bool = False  # whether part of the step may be computing, waiting for others or transferring: nobody can say
+    work_expected: Floats | None = None  # [R] samples or tokens a cycle, as far as they were computed; None: unknown
+    work_observed: Floats | None = None
     _rates: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
     _gauges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
 
@@ -113,6 +115,12 @@ class Comparison:
         """Seconds a step that a rank itself spent in these parts: observed, expected."""
         columns = [OWN.index(name) for name in parts]
         return float(self.own_observed[column, columns].sum()), float(self.own_expected[column, columns].sum())
+
+    def work_grew(self, column: int) -> float:
+        """How many times as much work a rank does as before; NaN where nobody counts, or there is no before."""
+        if self.against != "past" or self.work_expected is None or self.work_observed is None:
+            return nan
+        return float(self.work_observed[column] / self.work_expected[column])
 
     @cached_property
     def suspects(self) -> tuple[int, ...]:
@@ -240,6 +248,8 @@ def compare(trace: Trace, job: Job, history: History, against: str, healthy: Int
         workers=history.floats("workers", recent)[-1],
         sync_bytes=float(np.median(history.floats("sync_bytes", recent))) or nan,
         from_start=against == "model",
+        work_expected=_work(history, healthy) if len(healthy) else None,
+        work_observed=_work(history, recent),
     )
 
 
@@ -253,6 +263,16 @@ def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
     duration = history.floats("duration", numbers)
     kept = numbers[duration <= np.quantile(duration, 0.9)] if len(numbers) >= 10 else numbers
     return history.floats("parts", kept).mean(axis=0), history.floats("own", kept).mean(axis=0)
+
+
+def _work(history: History, numbers: Ints) -> Floats | None:
+    """[R] samples or tokens a cycle, as computing over computing for one; None where a rank does not count them."""
+    per_work = history.floats("compute_per_work", numbers)
+    if np.isnan(per_work).any() or (per_work <= 0).any():
+        return None
+    compute = history.floats("own", numbers)[..., [OWN.index(name) for name in COMPUTE]].sum(axis=-1)
+    work: Floats = np.median(compute / per_work, axis=0)
+    return work if (work > 0).all() else None
 
 
 def _are_apart(late: Floats, noise: float) -> bool:

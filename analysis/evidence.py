@@ -147,13 +147,14 @@ def data_wait(c: Comparison) -> Iterator[Reading]:
 
 
 def compute_of_one(c: Comparison) -> Iterator[Reading]:
-    """A rank's own work grew, the others' less than a third as much, and they wait for it."""
-    grown = np.array([np.subtract(*c.own(column, *COMPUTE)) for column in range(len(c.ranks))])
+    """A rank's compute for the same work grew, the others' less than a third as much, and they wait for it."""
+    grown = np.array([_for_the_same_work(c, column) for column in range(len(c.ranks))])
     if len(grown) < 2 or c.lost <= 0 or not c.apart:
         return
     slow = int(grown.argmax())
     others = float(np.median(np.delete(grown, slow)))
     now, before = c.own(slow, *COMPUTE)
+    before *= _more_work(c, slow)
     alone = grown[slow] > 0 and others < grown[slow] / 3
     how = strength(min(c.share(*COMPUTE), float(grown[slow]) / c.lost), 0.3, 0.1) if alone else -3.0
     text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {percent(c.last[slow])} of the steps"
@@ -161,6 +162,45 @@ def compute_of_one(c: Comparison) -> Iterator[Reading]:
         text = "no rank computes longer" if now <= 1.1 * before else "no rank alone computes longer"
     decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.15 * before
     yield Reading(f"rank:{c.ranks[slow]}", now, before, how, text, decisive=bool(decisive))
+
+
+def _for_the_same_work(c: Comparison, column: int) -> float:
+    """Seconds a step that a rank computes longer than before, without what more samples or tokens take."""
+    now, before = c.own(column, *COMPUTE)
+    return now - before * _more_work(c, column)
+
+
+def _more_work(c: Comparison, column: int) -> float:
+    """Times as much work, 1 where nobody counts. With less to do, what a step takes anyway remains: no less than 1."""
+    times = c.work_grew(column)
+    return max(times, 1.0) if _known(times) else 1.0
+
+
+def work_of_one(c: Comparison) -> Iterator[Reading]:
+    """The rank that all wait for has more samples or tokens than before, the others have not.
+
+    A tenth more than the others: as in compute_of_all. Decisive where it computes no longer than for so much work.
+    """
+    times = np.array([c.work_grew(column) for column in range(len(c.ranks))])
+    if len(times) < 2 or np.isnan(times).any() or c.lost <= 0 or not c.apart:
+        return
+    assert c.work_observed is not None
+    assert c.work_expected is not None
+    most = int(times.argmax())
+    now, before = float(c.work_observed[most]), float(c.work_expected[most])
+    others = max(float(np.median(np.delete(times, most))), 1.0)
+    takes = c.own(most, *COMPUTE)[1] * (times[most] - 1) / c.lost  # of the loss, and as in _grew
+    how = min(strength(times[most] / others, 1.1, 0.1), strength(takes, 0.3, 0.1))
+    text = f"has {times[most]:.1f} times as many samples or tokens as before"
+    if times[most] <= 1.1 * others:
+        text = "no rank has more samples or tokens than the others"
+    yield Reading(f"rank:{c.ranks[most]}", now, before, how, text, decisive=bool(how > 0 and takes >= 0.6))
+
+
+def compute_of_the_last(c: Comparison) -> Iterator[Reading]:
+    """How much of the loss computing takes on the rank that all wait for, for whatever reason."""
+    if len(c.ranks) > 1 and c.apart and _known(*(c.work_grew(column) for column in range(len(c.ranks)))):
+        yield from _grew(c, "computing, on the rank that all wait for,", COMPUTE)
 
 
 def compute_of_all(c: Comparison) -> Iterator[Reading]:
@@ -649,6 +689,7 @@ def least_transfer(c: Comparison) -> float | None:
 
 NETWORK_CAUSE, TOPOLOGY, STARVATION = "network_congestion", "topology_misconfiguration", "data_starvation"
 STRAGGLER, CHECKPOINT, HOST_STALL = "straggler", "checkpoint_stall", "host_stall"
+IMBALANCE = "workload_imbalance"
 
 _AGENT = "Run `diagnosd agent` on every host of the job."
 DECLARE = "Declare the fabric in a cluster.toml ([fabric] kind, rate_gbps, interface) and pass it with --cluster."
@@ -672,6 +713,8 @@ ROWS = (
         {STRAGGLER: 1, HOST_STALL: -0.3, NETWORK_CAUSE: -0.3}, STEP),
     Row("compute of every rank", "timing", "s", compute_of_all,
         {HOST_STALL: 0.8, STRAGGLER: -1}, STEP, True),
+    Row("compute of the last rank", "timing", "s", compute_of_the_last, {IMBALANCE: 1}, STEP),
+    Row("work of one rank", "work", "a step", work_of_one, {IMBALANCE: 1}, STEP, True),
     Row("checkpoint", "timing", "s", checkpoint,
         {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, STEP, True),
     Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, STEP, True),

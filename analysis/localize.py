@@ -43,8 +43,9 @@ def where(c: Comparison, cause: str, evidence: list[Evidence]) -> Place:
         return Place(tuple(sorted(loci)) or ("job",))
     if cause == "data_starvation":
         return starved_ranks(c)
-    parts = {"straggler": COMPUTE, "checkpoint_stall": ("checkpoint",)}.get(cause, (*COMPUTE, *HOST))
-    return slow_ranks(c, parts, 1.0 if cause == "straggler" else 0.5)
+    of_one = cause in ("straggler", "workload_imbalance")
+    parts = COMPUTE if of_one else ("checkpoint",) if cause == "checkpoint_stall" else (*COMPUTE, *HOST)
+    return slow_ranks(c, parts, 1.0 if of_one else 0.5)
 
 
 def slow_ranks(c: Comparison, parts: tuple[str, ...], least: float) -> Place:

@@ -333,6 +333,36 @@ def test_a_job_of_which_little_was_seen_is_not_called_healthy(after: float, in_p
     assert "probe off: too dear" in text
 
 
+def test_a_job_of_few_steps_is_too_short_to_judge() -> None:
+    points = [p for p in job(Layout(seconds=20), seed=1)[0] if p.time < T0 + 22 * 10**8]
+    documents, analysis = judge(points)
+    summary = analysis.summary()
+    assert (summary["jobs"]["train"]["steps"], summary["jobs"]["train"]["judged"]) == (6, 0)
+    text = report.plain(report.whole(documents, summary))
+    assert "Too little of job train could be judged" in text
+    assert "Nothing found" not in text
+
+
+def test_how_many_steps_were_judged_is_told() -> None:
+    _, analysis = judge(job(Layout(seconds=60), seed=1)[0])
+    part = analysis.summary()["jobs"]["train"]
+    assert 0.85 * part["steps"] < part["judged"] < part["steps"]
+    assert part["judged_s"] == pytest.approx(part["judged"] * part["step_s"], rel=0.05)
+
+
+def test_a_host_that_is_kept_out_for_its_clock_is_named() -> None:
+    points, _ = job(Layout(seconds=60, ranks=3, offsets=(0, 0, 7200)), seed=1)
+    ahead = 7200 * 10**9
+    heard = sorted(points, key=lambda p: p.time - (ahead if p.series.tag("host") == "h2" else 0))
+    analysis = Analysis("lab")
+    for start in range(0, len(heard), 50):
+        analysis.feed(heard[start : start + 50])
+    documents = analysis.finish()
+    gaps = analysis.summary()["jobs"]["train"]["gaps"]
+    assert [gap["subject"] for gap in gaps] == ["host:h2"]
+    assert "h2" in report.plain(report.whole(documents, analysis.summary()))
+
+
 def test_ranks_of_whom_nothing_is_heard_are_part_of_what_was_not_seen() -> None:
     points, _ = job(Layout(ranks=4, seconds=30), seed=1)
     _, analysis = judge([p for p in points if p.series.tag("host") not in ("h1", "h2", "h3")])
