@@ -58,8 +58,13 @@ class Analysis:
             self.ledger.claim(name, watch.claims())
         return {
             "type": "summary",
-            "jobs": {job: summary.of_job(self.trace, self.ledger, job) for job in self.ledger.jobs},
+            "jobs": {job: self._of_job(job) for job in self.ledger.jobs},
         }
+
+    def _of_job(self, name: str) -> dict[str, Any]:
+        watch = self.watches.get(name)
+        judged = (watch.judged, watch.judged_s) if watch else (0, 0.0)
+        return summary.of_job(self.trace, self.ledger, name, judged)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Of each job, for a live line: `steps`, `step_s`, `still_s`, and the causes suspected or told (`open`)."""

@@ -175,7 +175,7 @@ class History:
 
     def _in_rows(self, columns: Columns) -> Columns:
         """The rows that these cycles make; those that do not make one yet are left for later."""
-        alone = ~columns["usable"].astype(bool) | (columns["own"][..., _SAVES] > 0).any(axis=(1, 2))
+        alone = ~columns["usable"].astype(bool) | (columns["own"].astype(float)[..., _SAVES] > 0).any(axis=(1, 2))
         starts, is_whole = _groups(alone.tolist(), self._a_row)
         if not is_whole:
             self._rest = {name: values[starts[-1] :] for name, values in columns.items()}
@@ -235,7 +235,7 @@ def _means(columns: Columns, starts: list[int]) -> Columns:
     means["steps"] = count.astype(float)
     means["last"] = _most_often(columns["last"], starts)
     means |= {name: np.logical_and.reduceat(columns[name], starts) for name in ("timed", "usable")}
-    return means | {"sync_bytes": np.maximum.reduceat(columns["sync_bytes"], starts)}  # type: ignore[arg-type]
+    return means | {"sync_bytes": np.maximum.reduceat(columns["sync_bytes"], starts)}
 
 
 def _most_often(last: npt.NDArray[np.generic], starts: list[int]) -> Ints:

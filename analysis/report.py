@@ -69,6 +69,9 @@ _SEVERITY = {"info": "information"}
 # something, a tenth of the job is room enough for a slowdown that nobody saw.
 MOST, WHOLE = 0.5, 0.9
 
+# What is found must hold for four steps and five seconds before it is told: in less, nothing could have been found.
+JUDGED, JUDGED_S = 4, 5.0
+
 
 def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
     """Everything, for the end of a run or a replay: verdicts by their cost, jobs without one, then the account."""
@@ -127,11 +130,14 @@ def no_finding(name: str, job: Document, *, noted: bool = False) -> list[Line]:
     steps, found = _number(job, "steps") or 0, "No slowdown" if noted else "Nothing"
     if not steps:
         lines = _title(f"No step of job {name} was seen: nothing can be said about its speed")
+    elif _too_short(job):
+        lines = _title(f"Too little of job {name} could be judged: nothing can be said about its speed", role="against")
     elif _in_part(job):
         lines = _title(f"{found} found in what was seen of job {name}", role="against")
     else:
-        lines = _title(f"{found} found in job {name}", role="good")
+        lines = _title(f"{found} found in {'the judged part of ' if _judged(job) else ''}job {name}", role="good")
     lines += _field("watched", _watched(job))
+    lines += _field("judged", _judged(job))
     lines += _unseen(job)
     median, high = _number(job, "step_s"), _number(job, "step_p95_s")
     if steps and median is not None:
@@ -143,6 +149,21 @@ def no_finding(name: str, job: Document, *, noted: bool = False) -> list[Line]:
             "next", "Does the script import torch, and reach its first optimizer step? Does the probe reach it?"
         )
     return lines
+
+
+def _too_short(job: Document) -> bool:
+    judged, lasted = _number(job, "judged"), _number(job, "judged_s")
+    return judged is not None and lasted is not None and (judged < JUDGED or lasted < JUDGED_S)
+
+
+def _judged(job: Document) -> str:
+    """How many steps were held against others; nothing where nearly all were."""
+    judged, lasted, steps = _number(job, "judged"), _number(job, "judged_s"), _number(job, "steps") or 0
+    if judged is None or lasted is None or not steps or (judged >= MOST * steps and not _too_short(job)):
+        return ""
+    why = "a step is judged when a dozen before it did the same work, and what is found must last five seconds"
+    much = f"{judged:,.0f} of {steps:,.0f} steps, {seconds(lasted)} in all" if judged else f"none of {steps:,.0f} steps"
+    return f"{much}: {why}"
 
 
 def _in_part(job: Document) -> bool:

@@ -15,13 +15,16 @@ from diagnosd.analysis.evidence import sources
 if TYPE_CHECKING:
     from diagnosd.analysis.ledger import Ledger
     from diagnosd.analysis.steps import Steps
-    from diagnosd.analysis.trace import Job, Trace
+    from diagnosd.analysis.trace import Event, Job, Trace
 
 GAPS = 8  # of which a reader is told
 
 
-def of_job(trace: Trace, ledger: Ledger, name: str) -> dict[str, Any]:
-    """`step_s` and `step_p95_s` are over the steps kept (the last 2,000), of the rank in the middle."""
+def of_job(trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float]) -> dict[str, Any]:
+    """`step_s` and `step_p95_s` are over the steps kept (the last 2,000), of the rank in the middle.
+
+    `judged`: how many steps were held against the job's own past, and the seconds that they took.
+    """
     part: dict[str, Any] = {
         "steps": ledger.steps(name),
         "gpu_ns": ledger.gpu_ns(name),
@@ -32,6 +35,7 @@ def of_job(trace: Trace, ledger: Ledger, name: str) -> dict[str, Any]:
         return part
     part |= {"attempt": job.attempt, "ranks": len(job.ranks), "world": job.world, "hosts": list(job.hosts)}
     part |= {"start": rfc3339(job.first), "end": rfc3339(job.last)}
+    part["judged"], part["judged_s"] = judged[0], round(judged[1], 3)
     durations = _durations(job.steps())
     if durations.size:
         part["step_s"] = float(np.median(durations))
@@ -55,13 +59,19 @@ def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
     after what is final.
     """
     found: dict[tuple[bool, str, str], dict[str, Any]] = {}
-    for event in trace.events_of("telemetry_gap", "clock", since=job.first):
-        if event.time > job.last or (event.job or job.name) != job.name or event.host not in job.hosts:
+    for event in trace.events_of("telemetry_gap", "clock"):
+        if event.time > job.last or (event.job or job.name) != job.name or not _concerns(job, event):
             continue
         text, repeats = event.text or event.kind, event.value is not None
         gap = {"subject": event.subject, "start": rfc3339(event.time), "text": text, "count": 0}
         found.setdefault((repeats, event.subject, "" if repeats else text), gap)["count"] += 1
     return [found[key] for key in sorted(found, key=lambda key: key[0])][:GAPS]
+
+
+def _concerns(job: Job, event: Event) -> bool:
+    """Whether it is of a host of the job's; one that is kept out for its clock may be where its missing ranks run."""
+    mine = event.host in job.hosts and event.time >= job.first
+    return mine or (event.kind == "clock" and len(job.ranks) < job.world)
 
 
 def rfc3339(ns: int) -> str:

@@ -51,13 +51,14 @@ class Watch:
         self.episodes = Episodes(cluster, job.name)
         self.attempt = job.attempt
         self.closed = False
+        self.judged, self.judged_s = 0, 0.0  # steps, and their seconds, that were held against the job's past
         self._restart()
 
     def _restart(self) -> None:
         self.history: History | None = None
         self.baseline = Baseline()
         self.slowdown: Slowdown | None = None
-        self.judged = 0  # ns: when the evidence of the slowdown was last weighed
+        self.weighed = 0  # ns: when the evidence of the slowdown was last weighed
         self.cleared = 0  # cycles before this one are judged
         self._spent = 0.0  # seconds of this attempt, without its first steps
         self.checkpoints = Checkpoints()
@@ -133,6 +134,10 @@ class Watch:
             self.history = History(steps.ranks, steps.hosts, self.trace.origin)
         before = self.history.count
         self.history.take(steps, now, self._row)
+        if self.baseline.reference() is not None:
+            numbers = self.baseline.usable(before)
+            self.judged += int(self.baseline.steps(numbers).sum())
+            self.judged_s += float(self.baseline.seconds(numbers).sum())
         return self.history.count > before
 
     def _row(self, number: int, channels: Floats, work: float, usable: bool, steps: int) -> None:
@@ -163,11 +168,11 @@ class Watch:
             return
         numbers = self._usable(self.slowdown.onset)
         settled = told and all(episode.missed == 0 for episode in self.episodes.open("past"))
-        if settled and now - self.judged < REJUDGE_S * 1e9:
+        if settled and now - self.weighed < REJUDGE_S * 1e9:
             for episode in self.episodes.open("past"):
                 price(episode, self.baseline, numbers, self.slowdown.reference)
             return
-        self.judged = now
+        self.weighed = now
         comparison = self._compare("past", self.slowdown.healthy, numbers)
         if comparison is None:
             return

@@ -314,7 +314,7 @@ def switched_off(points: list[Point], after: float, rank: int) -> list[Point]:
     return sorted([*heard, point("diagnosd_event", tags, {"text": "probe off: too dear"}, off)], key=_order)
 
 
-@pytest.mark.parametrize(("after", "in_part"), [(5, True), (58, False)])
+@pytest.mark.parametrize(("after", "in_part"), [(15, True), (58, False)])
 def test_a_job_of_which_little_was_seen_is_not_called_healthy(after: float, in_part: bool) -> None:
     points, _ = job(Layout(seconds=60), seed=1)
     for rank in (0, 1):
