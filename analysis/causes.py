@@ -189,7 +189,7 @@ CAUSES = {
             claims=PARTS,
             prior=0.0,
             least=0.0,
-            next="On {host}: py-spy dump of {rank}; it entered the fewest collectives.",
+            next="On {host}: py-spy dump of {rank}",
         ),
         Cause(
             "communication_bound",

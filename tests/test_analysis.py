@@ -268,10 +268,55 @@ def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
     document = one(judge(job(layout, Fault("hang", 20, 120, 1), seed=1)[0])[0])
     assert document["cause"] == "hang"
     assert document["locus"] == ["rank:1"]
+    assert document["confidence"] == 0.9
+    assert [row["metric"] for row in document["evidence"]] == ["standstill", "rank", "rank"]
+    assert document["evidence"][1]["text"] == "in forward, state S, its main thread uses 0.3 processors"
     assert 60 <= seconds(document, "detected") - 20 <= 65
     killed = [point for point in job(layout, seed=1, ends=False)[0] if point.time < T0 + 30 * 10**9]
     killed += [point for point in job(layout, seed=1)[0] if point.series.measurement == "diagnosd_agent"]
     assert judge(sorted(set_by_time(killed), key=_order))[0] == []
+
+
+def stuck(**process: Any) -> Documents:
+    """No step ends after 20 s, and so much is known of what the ranks do then; None: it is not."""
+    points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
+    made = []
+    for p in points:
+        if p.series.measurement == "diagnosd_process" and p.time > T0 + 20 * 10**9:
+            fields = {name: value for name, value in {**p.fields, **process}.items() if value is not None}
+            made.append(Point(p.series, fields, p.time))
+        else:
+            made.append(p)
+    return judge(made)[0]
+
+
+def test_ranks_that_compute_outside_of_any_step_do_not_hang() -> None:
+    assert stuck(phase="other", cpu_main=1.0, state="R") == []
+    assert one(stuck(phase="other", cpu_main=0.0, state="S"))["cause"] == "hang"
+
+
+def test_of_a_hang_only_what_was_read_is_said() -> None:
+    alike, unread = one(stuck(phase="collective")), one(stuck(phase=None, state=None, cpu_main=None))
+    assert alike["text"].endswith("all ranks are in collective.")
+    assert unread["text"].endswith("what the ranks do was not read.")
+    assert unread["confidence"] < alike["confidence"]
+    assert "fewest" not in unread["next"] + alike["next"]
+    assert [row["metric"] for row in unread["evidence"]] == ["standstill"]
+
+
+def test_the_rank_that_entered_fewer_collectives_is_the_one_that_is_waited_for() -> None:
+    points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
+    made = []
+    for p in points:
+        if p.series.measurement == "diagnosd_process" and p.time > T0 + 20 * 10**9:
+            seq = 41 if p.series.tag("rank") == "1" else 42
+            fields = {**p.fields, "phase": "collective", "group": "world:0", "seq": seq}
+            made.append(Point(p.series, fields, p.time))
+        else:
+            made.append(p)
+    document = one(judge(made)[0])
+    assert document["locus"] == ["rank:1"]
+    assert "it entered the fewest collectives" in document["next"]
 
 
 def set_by_time(points: list[Point]) -> list[Point]:
