@@ -177,7 +177,7 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
         _shown(cause.code, place, [one for one in evidence if _is_compared(c, one)], rivals),
         tuple(_alternative(c, rival, evidence, missing, case.probability) for rival in near),
         *sources(c.trace, c.job, (cause.code,)),
-        _filled(kind.next if kind else cause.next, c, place),
+        _filled(kind.next if kind else cause.next, c, place, cause.code),
         _text(c, cause, kind.title if kind else None, case.claims, place.link),
         place.columns,
         assets(c, place),
@@ -201,7 +201,7 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
         tuple(best[:TABLE]),
         tuple(_alternative(c, case, evidence, missing) for case in cases[:3]),
         *sources(c.trace, c.job, codes),
-        _filled(next_measurement(first.cause, second.cause, missing), c, place),
+        _filled(next_measurement(first.cause, second.cause, missing), c, place, first.cause.code),
         f"A step takes {c.slowdown:.2f} times as long. Nearest come: {first.cause.title} ({_lacks(first)}); "
         f"{second.cause.title} ({_lacks(second)}).",
     )
@@ -354,7 +354,7 @@ def _text(c: Comparison, cause: Cause, subtype: str | None, claims: tuple[str, .
     return f"{head[0].upper()}{head[1:]}"
 
 
-def _filled(text: str, c: Comparison, place: Place) -> str:
+def _filled(text: str, c: Comparison, place: Place, cause: str) -> str:
     """The placeholders of a remedy, from the verdict."""
     loci, columns = place.loci, place.columns
     host = next(
@@ -363,7 +363,9 @@ def _filled(text: str, c: Comparison, place: Place) -> str:
     nic = next((locus.partition("/")[2] for locus in loci if locus.startswith("nic:")), "its interface")
     rank = f"rank {c.ranks[columns[0]]}" if columns else "any rank"
     data, checkpoint = c.job.spec.data, c.job.spec.checkpoint
-    path = (data.path if data else None) or (checkpoint.path if checkpoint else None) or "its files"
+    saved = cause == "checkpoint_stall"
+    path = (checkpoint.path if checkpoint else None) if saved else (data.path if data else None)
+    path = path or ("its checkpoints" if saved else "its files")
     for name, value in (("loader", _loader(c, columns)), ("host", host), ("nic", nic), ("rank", rank), ("path", path)):
         text = text.replace(f"{{{name}}}", value)
     return text

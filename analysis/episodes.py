@@ -150,7 +150,7 @@ class Episodes:
     def confirm(self, episode: Episode, now: int, steps: int, *, at_once: bool = False) -> None:
         """Tell it, if it has held for long enough and nothing that is told explains the same loss."""
         unknown = episode.verdict.cause == "unknown"
-        if episode.state != "suspected" or episode.agreed < AGREED:
+        if episode.state != "suspected" or (episode.agreed < AGREED and not at_once):
             return
         least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
         lasted = steps >= least_steps and now - episode.start >= least_s * 1e9

@@ -277,6 +277,25 @@ def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
     assert judge(sorted(set_by_time(killed), key=_order))[0] == []
 
 
+def test_one_checkpoint_that_costs_as_much_as_many_steps_is_told_alone() -> None:
+    points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 30, 33, 0, 8.0), seed=3)
+    spec = json.dumps({"data": {"path": "/data"}, "checkpoint": {"path": "/ckpt"}})
+    points.append(point("diagnosd_job", {"job": "train"}, {"spec": spec}, T0))
+    slow = [p for p in points if float(p.fields.get("checkpoint", 0)) > 1]
+    document = one(judge(sorted(points, key=_order))[0])
+    assert len(slow) == 1
+    assert document["cause"] == "checkpoint_stall"
+    assert document["lost_gpu_seconds"] == pytest.approx(2 * 8.0, rel=0.1)
+    assert "/ckpt" in document["next"]
+    assert "/data" not in document["next"]
+
+
+def test_one_checkpoint_that_is_a_little_slow_is_a_hiccup() -> None:
+    points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 30, 33, 0, 0.5), seed=3)
+    assert sum(float(p.fields.get("checkpoint", 0)) > 0.5 for p in points) == 1
+    assert judge(points)[0] == []
+
+
 def stuck(**process: Any) -> Documents:
     """No step ends after 20 s, and so much is known of what the ranks do then; None: it is not."""
     points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
