@@ -106,11 +106,10 @@ def align(leave: Floats, hosts: Sequence[str]) -> tuple[Floats, float]:
         return none, 0.0
     if len(complete) < LEAST_MEETINGS:
         return none, np.inf
-    apart = complete - np.median(complete, axis=1, keepdims=True)
-    offset = none
+    apart = complete - _middle(complete)[:, None]
+    offset, names = none, np.array(hosts)
     for host in set(hosts):
-        of_host = [column for column, name in enumerate(hosts) if name == host]
-        offset[of_host] = np.median(apart[:, of_host])
+        offset[names == host] = _middle(apart[:, names == host].reshape(1, -1))[0]
     noise = 1.4826 * float(np.median(np.abs(apart - offset)))
     known_to = max(LEAST_OFFSET_S, 3 * 1.2533 * noise / np.sqrt(len(complete)))  # 3 standard errors of a median
     return np.where(np.abs(offset) > known_to, offset, 0.0), noise

@@ -113,9 +113,9 @@ class Order:
             if bucket is None:
                 bucket = buckets[number] = {}
             at = (time, series.key)
-            if at in bucket:
-                point = self._unite(bucket[at], point)  # noqa: PLW2901  # the united point takes its place
-            bucket[at] = point
+            first = bucket.setdefault(at, point)
+            if first is not point:
+                bucket[at] = self._unite(first, point)
         # With many hosts, looking at all of them for each one's message would cost more than the points.
         if self._moves * MOVES_PER_LOOK < len(self._hosts) or not self._moves:
             return []
