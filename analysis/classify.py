@@ -19,7 +19,16 @@ import numpy as np
 from diagnosd.analysis.causes import CAUSES, RIVALS, Cause
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import NETWORK, PART
-from diagnosd.analysis.evidence import DECLARE, MATTERS, Evidence, Row, collect, least_transfer, sources
+from diagnosd.analysis.evidence import (
+    DECLARE,
+    MATTERS,
+    Evidence,
+    Row,
+    collect,
+    is_beyond_bound,
+    least_transfer,
+    sources,
+)
 from diagnosd.analysis.figures import percent, seconds
 from diagnosd.analysis.localize import Place, assets, where
 
@@ -380,6 +389,38 @@ def _loader(c: Comparison, columns: tuple[int, ...]) -> str:
 
 
 # -- a verdict that no rival competes for ----------------------------------------------------------------------------
+
+
+def present(c: Comparison) -> Verdict | None:
+    """What the inventory says for certain and no slowdown shows: a fault that is there, and may cost nothing (yet)."""
+    cause = CAUSES["topology_misconfiguration"]
+    if not cause.can_befall(len(c.all_hosts), len(c.ranks)):
+        return None
+    evidence, _ = collect(c)
+    facts = [one for one in evidence if one.row.group == "inventory" and one.reading.decisive]
+    subtype = _subtype(cause, facts)
+    if subtype is None:
+        return None
+    kind, place = cause.subtypes[subtype], where(c, cause.code, facts)
+    cost = "What that costs was not measured."
+    if c.timed and least_transfer(c) is not None and not is_beyond_bound(c):
+        cost = "The transfers take no longer than on the declared fabric."
+    first = next(one.reading.text for one in facts if one.reading.subtype == subtype)
+    return Verdict(
+        cause.code,
+        subtype,
+        SUREST,
+        place.loci,
+        kind.owner,
+        (),
+        tuple(facts[:TABLE]),
+        (),
+        *sources(c.trace, c.job, (cause.code,)),
+        _filled(kind.next, c, place, cause.code),
+        f"{kind.title[0].upper()}{kind.title[1:]}: {first}. {cost}",
+        place.columns,
+        assets(c, place),
+    )
 
 
 def by_design(c: Comparison) -> Verdict | None:

@@ -714,7 +714,7 @@ ROWS = (
     Row("compute of every rank", "timing", "s", compute_of_all,
         {HOST_STALL: 0.8, STRAGGLER: -1}, STEP, True),
     Row("compute of the last rank", "timing", "s", compute_of_the_last, {IMBALANCE: 1}, STEP),
-    Row("work of one rank", "work", "a step", work_of_one, {IMBALANCE: 1}, STEP, True),
+    Row("work of one rank", "work", "a step", work_of_one, {IMBALANCE: 1}, STEP),
     Row("checkpoint", "timing", "s", checkpoint,
         {CHECKPOINT: 1.3, NETWORK_CAUSE: -0.3, STARVATION: -0.3}, STEP, True),
     Row("host gap", "timing", "s", host_gap, {HOST_STALL: 1, NETWORK_CAUSE: -0.3}, STEP, True),

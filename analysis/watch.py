@@ -17,7 +17,7 @@ import numpy.typing as npt
 from diagnosd.analysis import bounds, hang
 from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
 from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints
-from diagnosd.analysis.classify import Verdict, by_design, classify
+from diagnosd.analysis.classify import Verdict, by_design, classify, present
 from diagnosd.analysis.compare import RECENT, Comparison, compare
 from diagnosd.analysis.cost import gain, price
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
@@ -83,7 +83,7 @@ class Watch:
     def finish(self, now: int) -> list[dict[str, Any]]:
         """The job ended, or nothing more will come; a slowdown ends with the job, and not with the recording."""
         exited = bool(self.job.ranks) and all(info.state != "running" for info in self.job.ranks.values())
-        self._by_design()
+        self._information()
         if (exited or self.job.ended(now)) and self.history is not None:
             self._end(self.history.newest)
             self.closed = True
@@ -125,13 +125,13 @@ class Watch:
         if not len(steps):
             return False
         steps = of_those_heard(steps)
-        if self.history is None or self.history.ranks != steps.ranks:
+        if self.history is None:
             waited = now - self.job.first >= ASSEMBLE_S * 1e9
-            if len(steps.ranks) < self.job.world and not waited and self.history is None:
+            if len(steps.ranks) < self.job.world and not waited:
                 return False
-            self._end(now)
-            self._restart()
             self.history = History(steps.ranks, steps.hosts, self.trace.origin)
+        if self.history.ranks != steps.ranks:
+            self.history.go_on_with(steps.ranks, steps.hosts)
         before = self.history.count
         self.history.take(steps, now, self._row)
         if self.baseline.reference() is not None:
@@ -200,7 +200,7 @@ class Watch:
     def _since(self, verdict: Verdict, slowdown: Slowdown) -> Found:
         """The verdict with its own onset."""
         row = slowdown.onset_of(verdict.cause, self.baseline, self.cleared)
-        return Found(verdict, self._instant(row), row)
+        return Found(verdict, self._instant(row), row, self._step(row))
 
     def _is_over(self, told: bool) -> bool:
         """Whether the job is as it was; of several causes, each ends by itself."""
@@ -239,6 +239,11 @@ class Watch:
         assert self.history is not None
         return round(self.history.start_of(max(number, self.history.first)) * 1e9) + self.trace.origin
 
+    def _step(self, number: int) -> int:
+        """The framework's number of the step that a row begins with."""
+        assert self.history is not None
+        return int(self.history.floats("number", np.array([max(number, self.history.first)]))[0])
+
     # -- bounds, for what was slow from the start --------------------------------------------------------------------
 
     def _early(self, origin: str, least: int, least_s: float) -> Ints | None:
@@ -274,7 +279,7 @@ class Watch:
         if not verdicts:
             self.episodes.gone("model", now)
             return
-        found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
+        found = [Found(verdict, self._instant(0), 0, None) for verdict in verdicts]
         touched = self.episodes.observe("model", found, self.attempt)
         self._account(touched, comparison, comparison.step, numbers, now)
 
@@ -310,7 +315,7 @@ class Watch:
         if comparison.lost < COSTLY * comparison.step or not verdicts:
             self.episodes.gone("peers", now)
             return
-        found = [Found(verdict, self._instant(0), 0) for verdict in verdicts]
+        found = [Found(verdict, self._instant(0), 0, None) for verdict in verdicts]
         touched = self.episodes.observe("peers", found, self.attempt)
         self._account(touched, comparison, comparison.step, numbers, now)
 
@@ -346,7 +351,7 @@ class Watch:
         if comparison is None:
             return
         verdicts = [verdict for verdict in classify(comparison) if verdict.cause == "checkpoint_stall"]
-        found = [Found(verdict, self._instant(run[0]), run[0]) for verdict in verdicts]
+        found = [Found(verdict, self._instant(run[0]), run[0], self._step(run[0])) for verdict in verdicts]
         lost = comparison.lost * len(run)
         for episode in self.episodes.observe("checkpoint", found, self.attempt):
             episode.observed = float(history.seconds(history.numbers(run[0])).sum())
@@ -378,16 +383,19 @@ class Watch:
 
     # -- information, and no progress --------------------------------------------------------------------------------
 
-    def _by_design(self) -> None:
-        """Communication that takes much of each step without being anybody's fault: told once, at the end."""
+    def _information(self) -> None:
+        """Told once, at the end: faults that are there, whatever they cost; communication that is nobody's fault."""
         numbers = self.baseline.taught()
-        if self.history is None or len(numbers) < PEERS or any(e.state != "suspected" for e in self.episodes.all):
+        seen = self._compare("model", np.empty(0, np.int64), numbers) if self.history is not None else None
+        if seen is None:
             return
-        seen = self._compare("model", np.empty(0, np.int64), numbers)
-        if seen is not None:
-            verdict = by_design(seen)
-            if verdict is not None:
-                self.episodes.latent("model", verdict, self.attempt)
+        verdict = present(seen)
+        if verdict is not None:
+            self.episodes.latent("model", verdict, self.attempt)
+        told = any(episode.state != "suspected" for episode in self.episodes.all)
+        verdict = by_design(seen) if len(numbers) >= PEERS and not told else None
+        if verdict is not None:
+            self.episodes.latent("model", verdict, self.attempt)
 
     def _against_standstill(self, now: int) -> None:
         history = self.history
@@ -398,7 +406,7 @@ class Watch:
         verdict = hang.verdict(self.trace, self.job, still, usual) if hang.is_alive(self.job, now) else None
         if verdict is None:
             return
-        found = [Found(verdict, history.newest, history.count)]
+        found = [Found(verdict, history.newest, history.count, history.number)]
         for episode in self.episodes.observe("hang", found, self.attempt):
             episode.lost, episode.ranks = still * self.job.world, self.job.world
             episode.observed, episode.expected, episode.step, episode.gain = still, usual, usual, 1.0

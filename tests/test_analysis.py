@@ -277,6 +277,51 @@ def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
     assert judge(sorted(set_by_time(killed), key=_order))[0] == []
 
 
+def latent(points: list[Point]) -> Documents:
+    analysis = Analysis("lab")
+    documents = [*analysis.feed(points), *analysis.finish()]
+    assert {document["state"] for document in documents} <= {"latent"}
+    return documents
+
+
+def on_sockets(points: list[Point]) -> list[Point]:
+    tags = ({"job": "train", "host": f"h{rank}", "rank": str(rank), "group": "world:0"} for rank in (0, 1))
+    said = [point("diagnosd_nccl", each, {"network": "Socket", "transport": "NET/Socket"}, T0 + 10**9) for each in tags]
+    return sorted([*points, *said], key=_order)
+
+
+RDMA = {"fabric": {"kind": "infiniband", "rate_gbps": 400}}
+
+
+def test_sockets_where_there_is_rdma_are_told_also_when_nothing_timed_what_they_cost() -> None:
+    document = one(latent(on_sockets(job(None, seed=1, sync=False, declared=RDMA)[0])))
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "socket_fallback")
+    assert document["locus"] == ["host:h0", "host:h1"]
+    assert "not measured" in document["text"]
+    assert document["evidence"][0]["text"] == "NCCL communicates over Socket"
+
+
+def test_sockets_where_there_is_rdma_are_named_with_what_they_cost() -> None:
+    document = one(judge(on_sockets(job(None, seed=1, declared=RDMA)[0]))[0])
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "socket_fallback")
+    assert document["state"] == "resolved"
+    assert document["slowdown"] > 2
+
+
+def test_a_slow_port_that_costs_nothing_is_latent() -> None:
+    forty = {"fabric": {"kind": "ethernet", "rate_gbps": 40, "interface": "eth0"}}
+    points, _ = job(None, seed=1, size=1e4, fetch=0.01, declared=forty)
+    document = one(latent(with_ports_at(points, 10.0)))
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "link_rate_low")
+    assert document["locus"] == ["nic:h0/eth0", "nic:h1/eth0"]
+    assert document["severity"] == "info"
+
+
+def test_a_port_as_it_was_declared_is_not_told() -> None:
+    ten = {"fabric": {"kind": "ethernet", "rate_gbps": 10, "interface": "eth0"}}
+    assert latent(with_ports_at(job(None, seed=1, size=1e4, fetch=0.01, declared=ten)[0], 10.0)) == []
+
+
 def test_one_checkpoint_that_costs_as_much_as_many_steps_is_told_alone() -> None:
     points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 30, 33, 0, 8.0), seed=3)
     spec = json.dumps({"data": {"path": "/data"}, "checkpoint": {"path": "/ckpt"}})
