@@ -19,8 +19,9 @@ ENDED_S = 60.0  # a job none of whose ranks has run for so long has ended (telem
 LOST_S = 5.0
 GAP = 100_000  # messages: what a rank can lose between two that arrive; a larger jump is a number made up
 GAP_S = 10.0  # between two events that tell of one rank's lost messages
-# The largest nodes have some hundred processors and one rank a processor; what is beyond is no training job.
-JOBS, RANKS = 256, 1024
+# The largest nodes have some hundred processors and one rank a processor; what is beyond is no training job. One user
+# leaves room. Who has left counts until the job is forgotten: the oldest that has ended is, where there is no room.
+JOBS, JOBS_OF_A_USER, RANKS_OF_A_USER = 256, 128, 1024
 
 
 class RefusedError(ValueError):
@@ -90,8 +91,8 @@ class Ranks:
         job = self._owned(hello.job, uid)
         pid = pid or hello.pid
         before = job.ranks.get(hello.rank)
-        if before is None and len(job.ranks) >= RANKS:
-            raise RefusedError(f"job {hello.job} has {RANKS} ranks on this node already")
+        if before is None:
+            self._make_room(job)
         again = before is not None and before.pid == pid and before.state != "exited"
         attempt = before.attempt if before and again else self._attempt(job, before, hello)
         fields = self._fields(hello, attempt)
@@ -104,21 +105,30 @@ class Ranks:
         rank = job.ranks[hello.rank] = Rank(hello.job, hello.rank, pid, attempt, fields)
         return rank
 
+    def _make_room(self, job: Job) -> None:
+        others = {name: each for name, each in self._jobs.items() if each.uid == job.uid and each is not job}
+        if sum(len(each.ranks) for each in (job, *others.values())) >= RANKS_OF_A_USER:
+            self._forget_one(others, f"uid {job.uid} has {RANKS_OF_A_USER} ranks on this node already")
+
     def _owned(self, name: str, uid: int) -> Job:
         job = self._jobs.get(name)
         if job is None:
+            of_user = {name: each for name, each in self._jobs.items() if each.uid == uid}
+            if len(of_user) >= JOBS_OF_A_USER:
+                self._forget_one(of_user, f"uid {uid} runs {JOBS_OF_A_USER} jobs on this node already")
             if len(self._jobs) >= JOBS:
-                self._forget_one()
+                self._forget_one(self._jobs, f"{JOBS} jobs run on this node already")
             job = self._jobs[name] = Job(uid)
         if job.uid != uid:
             raise RefusedError(f"job {name} belongs to uid {job.uid}, not to uid {uid}")
         return job
 
-    def _forget_one(self) -> None:
-        idle = {name: job.idle_since() for name, job in self._jobs.items()}
-        oldest = min(idle, key=lambda name: idle[name])
-        if math.isinf(idle[oldest]):
-            raise RefusedError(f"{JOBS} jobs run on this node already")
+    def _forget_one(self, among: Mapping[str, Job], reason: str) -> None:
+        """The one that ended first. RefusedError where none has."""
+        idle = {name: job.idle_since() for name, job in among.items()}
+        oldest = min(idle, key=lambda name: idle[name], default="")
+        if idle.get(oldest, math.inf) == math.inf:
+            raise RefusedError(reason)
         del self._jobs[oldest]
 
     @staticmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -28,16 +29,21 @@ from diagnosd.schema import SCHEMA
 
 log = logging.getLogger("diagnosd.steps")
 
-# Messages per second of one connection, and as many at once after a pause: twice what steps of 1 ms make, the shortest
-# that anybody trains. What comes faster waits in the kernel's queue, where the sender sees it; at about 30 us a message
-# a flooding sender costs 6 % of a core.
-RATE = 2000.0
+# Messages per second of one user, over all connections, and as many at once after a pause: what eight ranks with steps
+# of 1 ms make, the shortest that anybody trains, and a quarter more. What comes faster waits in the kernel's queue,
+# where the sender sees it; at about 30 us a message a flooding user costs 30 % of a core.
+RATE = 10_000.0
+# Messages of one connection before the next has its turn: more than the kernel queues, and 10 ms of work at most.
+TURN = 300
+COMPLAIN_S = 3600.0  # between two lines in the log about one user's messages: who sends nonsense sends more of it
 # The kernel queues about 160 messages of 600 bytes a connection: at 1,000 steps a second it is full after 160 ms.
 # Looking 50 times a second leaves it mostly empty, and costs nothing while nobody speaks: the wait is for the socket.
 PAUSE_S = 0.02
 CONNECTIONS, CONNECTIONS_OF_A_USER = 400, 256  # below the usual 1,024 files, with a pidfd each; one user leaves room
+USERS = 1024  # of whom something is remembered; more than may be connected
+RANKS_OF_A_PROCESS = 64  # one, or some in turn where a process (a notebook) trains again and again
 SERIES = 1024  # of one connection: a rank talks to a few peers and groups, and tags must stay bounded
-HELD = 200_000  # points that wait for the next read: eight ranks at RATE for 12 s
+HELD = 200_000  # points that wait for the next read: a user at RATE for 20 s
 PAST_S, FUTURE_S = 3600.0, 1.0  # a probe on this machine reads the clock that we read, and keeps few messages
 SOCKET_PATH = 107  # sun_path of <sys/un.h>, less its closing zero
 KINDS = frozenset(  # telemetry.md 4
@@ -47,6 +53,14 @@ KINDS = frozenset(  # telemetry.md 4
         *("restart", "config_change", "telemetry_gap"),
     }
 )
+CLOSED: dict[str, dict[str, frozenset[str]]] = {  # tags and fields of which the contract lists the values
+    "diagnosd_step": {"source": frozenset({"probe", "log", "inferred"})},
+    "diagnosd_collective": {
+        "op": frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"}),
+        "source": frozenset({"probe", "inspector", "flight", "ras"}),
+    },
+    "diagnosd_event": {"kind": KINDS},
+}
 _TYPES: dict[str, dict[str, type]] = {
     measurement: {field.name: {"i": int, "f": float, "s": str, "b": bool}[field.type] for field in fields.values()}
     for measurement, fields in ((name, SCHEMA[name].fields) for name in (*MEASUREMENTS, "diagnosd_rank"))
@@ -56,15 +70,34 @@ _CREDENTIALS = struct.Struct("3i")
 
 def fitting(measurement: str, fields: dict[str, Value]) -> dict[str, Value]:
     """The fields that the contract knows, with its types; the rest is left out."""
-    types = _TYPES[measurement]
+    types, closed = _TYPES[measurement], CLOSED.get(measurement, {})
     kept: dict[str, Value] = {}
     for name, value in fields.items():
         want, have = types.get(name), type(value)
+        if have is str and name in closed and value not in closed[name]:
+            continue
         if have is want:
             kept[name] = value
         elif want is float and have is int:
             kept[name] = float(value)
     return kept
+
+
+@dataclass(slots=True, eq=False)
+class User:
+    """What one user may send, over all connections."""
+
+    filled: float  # monotonic
+    allowance: float = RATE
+    complained: float = -math.inf
+
+    def may_speak(self, now: float) -> bool:
+        self.allowance = min(RATE, self.allowance + (now - self.filled) * RATE)
+        self.filled = now
+        if self.allowance < 1.0:
+            return False
+        self.allowance -= 1.0
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -74,19 +107,18 @@ class Peer:
     sock: socket.socket
     pid: int
     uid: int
+    user: User
     rank: Rank | None = None
-    allowance: float = RATE
-    filled: float = 0.0
     series: set[Series] = field(default_factory=set)
-    complained: bool = False
 
-    def may_speak(self, now: float) -> bool:
-        self.allowance = min(RATE, self.allowance + (now - self.filled) * RATE)
-        self.filled = now
-        if self.allowance < 1.0:
-            return False
-        self.allowance -= 1.0
-        return True
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process that is a rank, and the pidfd that tells of its end."""
+
+    pidfd: int
+    uid: int
+    ranks: dict[tuple[str, int], Rank] = field(default_factory=dict)  # by job and number
 
 
 class Steps:
@@ -102,8 +134,10 @@ class Steps:
         self._host = host
         self._ranks = Ranks(host)
         self._peers: set[Peer] = set()
+        self._users: dict[int, User] = {}
+        self._processes: dict[int, Process] = {}  # by pid
         self._points: list[Point] = []
-        self._pidfds: set[int] = set()
+        self._mistaken = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listener = _listen(path)
@@ -116,9 +150,13 @@ class Steps:
         self._thread.start()
 
     def read(self, now_ns: int) -> list[Point]:
+        """OSError where nobody listens any more."""
         with self._lock:
+            if not (self._points or self._thread.is_alive() or self._closing.is_set()):
+                raise OSError("the thread that listens to the ranks has ended")
+            told = self._ranks.points(now_ns, time.monotonic())
             points, self._points = self._points, []
-            return points + self._ranks.points(now_ns, time.monotonic())
+            return points + told
 
     def close(self) -> None:
         """No more connections and messages; what has come may still be read."""
@@ -136,26 +174,37 @@ class Steps:
         self._selector.register(fd, selectors.EVENT_READ, react)
 
     def _drain(self) -> None:
-        while not self._closing.is_set():
-            self._react(None)
-            self._closing.wait(PAUSE_S)
-        self._react(0)  # who has left in the meantime
-        self._leave()
+        try:
+            while not self._closing.is_set():
+                self._react(None)
+                self._closing.wait(PAUSE_S)
+            self._react(0)  # who has left in the meantime
+        finally:
+            self._leave()
 
     def _react(self, patience: float | None) -> None:
         ready = self._selector.select(patience)
         with self._lock:
             for key, _ in ready:
                 if self._selector.get_map().get(key.fd) is key:  # an earlier one may have closed it
-                    key.data()
+                    self._attend(key.data)
+
+    def _attend(self, react: Callable[[], None]) -> None:
+        try:
+            react()
+        except Exception as error:  # noqa: BLE001 - a mistake that one sender meets must not make us deaf to the others
+            self.errors += 1
+            if not self._mistaken:
+                self._mistaken = True
+                log.warning("a mistake of its own, please report it: %s: %s", type(error).__name__, error)
 
     def _leave(self) -> None:
         with self._lock:
             for peer in list(self._peers):
-                self._receive(peer)
+                self._receive(peer, int(RATE))
                 peer.sock.close()
-        for pidfd in self._pidfds:
-            os.close(pidfd)
+        for process in self._processes.values():
+            os.close(process.pidfd)
         self._listener.close()
         self._selector.close()
 
@@ -174,13 +223,20 @@ class Steps:
                 self.dropped += 1
                 sock.close()
                 continue
-            peer = Peer(sock, pid, uid, filled=time.monotonic())
+            peer = Peer(sock, pid, uid, self._user(uid))
             self._peers.add(peer)
             self._watch(sock.fileno(), lambda peer=peer: self._receive(peer))  # type: ignore[misc]
 
-    def _receive(self, peer: Peer) -> None:
-        """Everything that has come on one connection, as far as its rate allows."""
-        while peer.may_speak(now := time.monotonic()):
+    def _user(self, uid: int) -> User:
+        if uid not in self._users and len(self._users) >= USERS:
+            self._users = {peer.uid: peer.user for peer in self._peers}
+        return self._users.setdefault(uid, User(time.monotonic()))
+
+    def _receive(self, peer: Peer, turn: int = TURN) -> None:
+        """What has come on one connection, as far as the turn and the user's rate allow."""
+        for _ in range(turn):
+            if not peer.user.may_speak(now := time.monotonic()):
+                return
             try:
                 raw = peer.sock.recv(LIMIT + 1)
             except BlockingIOError:
@@ -211,21 +267,23 @@ class Steps:
                 self._say(peer, peer.rank, packet)
         except RefusedError as refusal:
             self.dropped += 1
-            self._complain(peer, str(refusal))
+            self._complain(peer, str(refusal), now)
         except ValueError as error:
             self.errors += 1
-            self._complain(peer, str(error))
+            self._complain(peer, str(error), now)
 
     @staticmethod
-    def _complain(peer: Peer, reason: str) -> None:
-        """Once a connection: whoever sends nonsense sends more of it."""
-        if not peer.complained:
-            peer.complained = True
+    def _complain(peer: Peer, reason: str, now: float) -> None:
+        if now - peer.user.complained >= COMPLAIN_S:
+            peer.user.complained = now
             log.warning("a message of pid %d, uid %d was refused: %s", peer.pid, peer.uid, reason)
 
     def _introduce(self, peer: Peer, hello: Hello, now: float) -> None:
         if peer.rank and (peer.rank.job, peer.rank.number) != (hello.job, hello.rank):
             raise RefusedError(f"{peer.rank} cannot become rank {hello.rank} of {hello.job}")
+        process = self._processes.get(peer.pid)
+        if process and len(process.ranks) >= RANKS_OF_A_PROCESS and (hello.job, hello.rank) not in process.ranks:
+            raise RefusedError(f"it has been {RANKS_OF_A_PROCESS} other ranks already")
         Series.of("diagnosd_rank", job=hello.job)  # ValueError where line protocol cannot say the name
         fields = fitting("diagnosd_rank", hello.fields)
         self.errors += len(hello.fields) - len(fields)
@@ -236,29 +294,37 @@ class Steps:
                 self._ranks.disconnected(peer.rank, now)
             peer.rank = rank
             rank.connections += 1
-            self._watch_process(rank, peer.pid)
+            if process := process or self._watched(peer):
+                process.ranks[rank.job, rank.number] = rank
+                rank.watched = True
 
-    def _watch_process(self, rank: Rank, pid: int) -> None:
-        """A pidfd tells at once when the process is gone, also while its forked workers hold the connection open."""
-        if rank.watched or not pid:  # 0: a process of a pid namespace that is not ours
-            return
+    def _watched(self, peer: Peer) -> Process | None:
+        """A pidfd tells at once when the process is gone, also while its forked workers hold the connection open.
+
+        None where the end of the connection must do: the process is of a pid namespace that is not ours (0), gone
+        already, or one of too many; or the kernel is older than 5.3.
+        """
+        of_user = sum(process.uid == peer.uid for process in self._processes.values())
+        if not peer.pid or of_user >= CONNECTIONS_OF_A_USER or len(self._processes) >= CONNECTIONS:
+            return None
         try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:  # it is gone already, or the kernel is older than 5.3: the end of the connection must do
-            return
-        rank.watched = True
-        self._pidfds.add(pidfd)
-        self._watch(pidfd, lambda: self._process_gone(rank, pidfd))
+            pidfd = os.pidfd_open(peer.pid)
+        except OSError:
+            return None
+        process = self._processes[peer.pid] = Process(pidfd, peer.uid)
+        self._watch(pidfd, lambda: self._process_gone(peer.pid))
+        return process
 
-    def _process_gone(self, rank: Rank, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        self._pidfds.remove(pidfd)
-        os.close(pidfd)
-        for peer in [peer for peer in self._peers if peer.rank is rank]:
-            self._receive(peer)  # its last words
+    def _process_gone(self, pid: int) -> None:
+        process = self._processes.pop(pid)
+        self._selector.unregister(process.pidfd)
+        os.close(process.pidfd)
+        for peer in [peer for peer in self._peers if peer.pid == pid]:
+            self._receive(peer, int(RATE))  # its last words
             if peer in self._peers:
                 self._hang_up(peer, time.monotonic())
-        self._ranks.exited(rank, time.monotonic())
+        for rank in process.ranks.values():
+            self._ranks.exited(rank, time.monotonic())
 
     def _say(self, peer: Peer, rank: Rank, message: Message) -> None:
         """The point that a rank tells. One odd field never removes the others."""
@@ -298,8 +364,9 @@ class Steps:
         ahead = (message.time - time.time_ns()) / 1e9
         if not -PAST_S <= ahead <= FUTURE_S:
             raise ValueError(f"its time is {ahead:.1f} s from now")
-        if message.measurement == "diagnosd_event" and message.tags.get("kind") not in KINDS:
-            raise ValueError(f"no kind of event: {message.tags.get('kind')}")
+        for tag, allowed in CLOSED.get(message.measurement, {}).items():
+            if tag in message.tags and message.tags[tag] not in allowed:
+                raise ValueError(f"{message.measurement} has no {tag} {message.tags[tag]!r:.40}")
         if message.measurement == "diagnosd_job":
             if set(message.fields) != {"spec"}:
                 raise ValueError("a rank says of its job only the spec")
@@ -311,7 +378,7 @@ def _listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > SOCKET_PATH:
         raise OSError(f"{path}: a socket's path has at most {SOCKET_PATH} bytes")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
     except OSError as error:
         raise _unusable(path.parent, error) from error
     _remove_stale(path)
@@ -325,6 +392,14 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise _unusable(path, error) from error
     return listener
+
+
+def _make_folder(folder: Path) -> None:
+    """Where there is none, one that ranks of any user can enter, whatever our umask."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir()
+        folder.chmod(0o755)
 
 
 def _unusable(path: Path, error: OSError) -> OSError:

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.collectors.ranks import ENDED_S, GAP_S, JOBS, LOST_S, REPEAT_S, Rank, Ranks, RefusedError
+from diagnosd.collectors.ranks import (
+    ENDED_S,
+    GAP_S,
+    JOBS,
+    JOBS_OF_A_USER,
+    LOST_S,
+    RANKS_OF_A_USER,
+    REPEAT_S,
+    Rank,
+    Ranks,
+    RefusedError,
+)
 from diagnosd.point import Point
 from diagnosd.probe.message import Hello, Message
 
@@ -152,8 +163,29 @@ def test_lost_messages_are_one_event_and_not_one_each() -> None:
 def test_old_jobs_make_room_and_running_ones_do_not() -> None:
     ranks = Ranks("n01")
     for number in range(JOBS):
-        start(ranks, hello(job=f"job{number}"))
+        start(ranks, hello(job=f"job{number}"), uid=ALICE + number)
     with pytest.raises(RefusedError, match="jobs run on this node already"):
         start(ranks, hello(job="one more"))
-    ranks.exited(start(ranks, hello(job="job7", pid=500)), 1)
+    ranks.exited(start(ranks, hello(job="job7", pid=500), uid=ALICE + 7), 1)
     assert start(ranks, hello(job="one more")).attempt == 0
+
+
+def test_one_user_cannot_take_all_jobs() -> None:
+    ranks = Ranks("n01")
+    for number in range(JOBS_OF_A_USER):
+        start(ranks, hello(job=f"job{number}"))
+    with pytest.raises(RefusedError, match="uid 1000 runs 128 jobs"):
+        start(ranks, hello(job="one more"))
+    assert start(ranks, hello(job="another's"), uid=BOB).attempt == 0
+
+
+def test_the_ranks_of_one_user_are_bounded_and_those_of_an_ended_job_make_room() -> None:
+    ranks = Ranks("n01")
+    ended = start(ranks, hello(job="ended"))
+    for number in range(RANKS_OF_A_USER - 1):
+        start(ranks, hello(number, world=RANKS_OF_A_USER))
+    with pytest.raises(RefusedError, match="uid 1000 has 1024 ranks"):
+        start(ranks, hello(RANKS_OF_A_USER, world=2 * RANKS_OF_A_USER))
+    ranks.exited(ended, 1)
+    assert start(ranks, hello(RANKS_OF_A_USER, world=2 * RANKS_OF_A_USER)).attempt == 0
+    assert {each.series.tag("job") for each in told(ranks, 2, "diagnosd_rank")} == {"train"}

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diagnosd.collectors.steps import CONNECTIONS_OF_A_USER, RATE, SERIES, Steps
+from diagnosd.collectors.steps import CONNECTIONS_OF_A_USER, PAUSE_S, RANKS_OF_A_PROCESS, RATE, SERIES, Steps
 from diagnosd.point import Point, decode, encode
 from diagnosd.probe.message import LIMIT, MEASUREMENTS, Hello, encode_hello
 from diagnosd.probe.message import encode as message
@@ -110,10 +110,16 @@ def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
         Steps("n01", tmp_path / ("x" * 110))
 
 
-def test_the_folder_of_the_socket_is_made(tmp_path: Path) -> None:
-    steps = Steps("n01", tmp_path / "run/diagnosd/probe.sock")
+def test_the_folder_of_the_socket_is_made_and_anybody_can_enter_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        steps = Steps("n01", tmp_path / "run/diagnosd/probe.sock")
+    finally:
+        os.umask(before)
     connect(steps).close()
     steps.close()
+    for folder in ("run", "run/diagnosd"):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o755
 
 
 def test_a_socket_that_somebody_else_put_there_since_is_not_removed(tmp_path: Path) -> None:
@@ -181,6 +187,9 @@ def test_one_odd_field_never_removes_the_others(steps: Steps) -> None:
         ("diagnosd_step", {"source": "probe", "colour": "red"}, {"step": 1}),
         ("diagnosd_step", {"source": "back\\"}, {"step": 1}),  # line protocol cannot say it
         ("diagnosd_step", {"source": "x" * 300}, {"step": 1}),
+        ("diagnosd_step", {"source": "anybody"}, {"step": 1}),
+        ("diagnosd_collective", {"group": "dp", "op": "all_you_like"}, {"seq": 1}),
+        ("diagnosd_collective", {"group": "dp", "op": "all_reduce"}, {"source": "hearsay"}),
         ("diagnosd_step", {"source": "probe"}, {"nothing": 1}),
         ("diagnosd_event", {"kind": "alarm", "subject": "rank:0"}, {"text": "boo"}),
         ("diagnosd_job", {}, {"state": "ended"}),
@@ -238,9 +247,78 @@ def test_tags_of_one_connection_are_bounded(steps: Steps) -> None:
     with connect(steps) as sender:
         sender.send(hello())
         for number in range(SERIES + 5):
-            sender.send(step(number, source=f"s{number}"))
+            sender.send(message(number, "diagnosd_socket", {"rtt": 0.001}, time.time_ns(), {"peer": f"p{number}"}))
         points = until(steps, lambda _: steps.dropped >= 5)
-    assert len({each.series for each in of("diagnosd_step", points)}) <= SERIES
+    assert len({each.series for each in of("diagnosd_socket", points)}) <= SERIES
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_process_that_calls_itself_many_ranks_costs_one_pidfd_and_is_stopped(
+    steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = open_files()
+    for number in range(RANKS_OF_A_PROCESS + 8):
+        with connect(steps) as sender:
+            sender.send(hello(job=f"job{number}"))
+            sender.send(step(0))
+    points = until(
+        steps, lambda points: len(of("diagnosd_step", points)) + steps.dropped // 2 >= RANKS_OF_A_PROCESS + 8
+    )
+    assert len(of("diagnosd_step", points)) == RANKS_OF_A_PROCESS
+    assert open_files() <= before + 3
+    assert len([each for each in caplog.records if "was refused" in each.message]) == 1  # of a user, not of each
+
+
+def test_connections_share_the_allowance_of_their_user(steps: Steps) -> None:
+    senders = [connect(steps) for _ in range(4)]
+    with steps._lock:
+        steps._user(os.getuid()).allowance = -RATE  # a second's worth overdrawn
+    for rank, sender in enumerate(senders):
+        sender.send(hello(rank=rank, world=4))
+        sender.send(step(0))
+    time.sleep(5 * PAUSE_S)
+    assert of("diagnosd_step", steps.read(time.time_ns())) == []
+    until(steps, lambda points: len(of("diagnosd_step", points)) == 4)
+    for sender in senders:
+        sender.close()
+
+
+def test_a_mistake_that_a_sender_meets_is_counted_and_the_others_are_heard(
+    steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = socket.socketpair()
+
+    def mistake() -> None:
+        ours.recv(1)
+        raise TypeError("a mistake")
+
+    steps._watch(ours.fileno(), mistake)
+    theirs.send(b"12")
+    with connect(steps) as sender:
+        sender.send(hello())
+        after(steps, sender, 0)
+    until(steps, lambda _: steps.errors == 2)
+    assert caplog.text.count("TypeError: a mistake") == 1
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_nobody_listens_any_more_a_read_fails(steps: Steps) -> None:
+    with connect(steps) as sender:
+        sender.send(hello())
+        after(steps, sender, 0)
+        ours, theirs = socket.socketpair()
+        steps._watch(ours.fileno(), sys.exit)
+        theirs.send(b".")
+        steps._thread.join(PATIENCE_S)
+        with pytest.raises(OSError, match="the thread that listens to the ranks has ended"):
+            steps.read(time.time_ns())
+    ours.close()
+    theirs.close()
 
 
 def test_one_user_cannot_take_all_connections(steps: Steps) -> None:
@@ -334,6 +412,36 @@ def test_a_second_start_of_a_rank_is_a_new_attempt(steps: Steps) -> None:
     assert attempts == [{0}, {1}]
 
 
+def a_rank_elsewhere(steps: Steps, said: dict[str, Any]) -> None:
+    """Another process says hello with this, and a step."""
+    code = """
+import json, socket, sys, time
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sender.connect(sys.argv[1])
+for said in json.loads(sys.argv[2]):
+    sender.send(json.dumps({"v": 1, "n": 0, "t": time.time_ns(), **said}).encode())
+"""
+    step = {"m": "diagnosd_step", "tags": {"source": "probe"}, "f": {"step": 0}}
+    subprocess.run([sys.executable, "-c", code, steps.path, json.dumps([said, step])], check=True)
+
+
+@pytest.mark.parametrize("key", ["rank", "world", "attempt", "local_rank", "pid", "n"])
+@pytest.mark.parametrize("number", [-1, 0, 2**20, 2**22, 2**31, 2**62, 2**63 - 1, 2**63])
+def test_no_number_of_a_hello_costs_the_points_of_others_also_not_with_a_second_process(
+    steps: Steps, key: str, number: int
+) -> None:
+    odd = {"m": "hello", "job": "odd", "rank": 0, "world": 1, "attempt": 0, "local_rank": 0, "pid": 1, "f": {}}
+    odd[key] = number
+    with connect(steps) as stranger:
+        stranger.send(json.dumps({"v": 1, "n": 0, "t": time.time_ns(), **odd}).encode())
+        stranger.send(step(0))
+    a_rank_elsewhere(steps, odd)
+    with connect(steps) as sender:
+        sender.send(hello())
+        points = after(steps, sender, 0)
+    assert encode(points)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -354,7 +462,7 @@ near_messages = st.fixed_dictionaries(
         ),
         "job": st.text(max_size=9),
         "rank": st.integers(-1, 9),
-        "world": st.integers(-1, 2**65),
+        "world": st.integers(-1, 2**65) | st.just(2**20),
         "pid": st.integers(-1, 2**40),
         "attempt": json_values,
         "local_rank": json_values,

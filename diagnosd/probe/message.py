@@ -43,6 +43,9 @@ MEASUREMENTS = frozenset(
 )
 _IDENTITY = frozenset({"job", "host", "rank"})  # tags that the hello and the agent decide, never a message
 _INT64 = 2**63
+RANKS = 2**20  # of a job: the largest have some hundred thousand
+ATTEMPTS = 2**20  # a job that starts anew every minute needs two years for as many
+PIDS = 2**22  # PID_MAX_LIMIT of Linux
 _INFINITE = (float("inf"), float("-inf"))  # 1e999 is valid JSON
 
 Value = Union[int, float, str, bool]
@@ -140,11 +143,12 @@ def parse(raw: bytes) -> Union[Hello, Message]:
 
 
 def _hello(packet: Mapping[str, Any], number: int, fields: Dict[str, Value], time: int) -> Hello:
-    rank, world, pid = (_count(packet, key) for key in ("rank", "world", "pid"))
+    rank, world, pid = _count(packet, "rank"), _count(packet, "world", RANKS), _count(packet, "pid", PIDS)
     if rank >= world:
         raise ValueError(f"rank {rank} in a world of {world}")
     local_rank, attempt = (
-        None if packet.get(key) is None else _count(packet, key) for key in ("local_rank", "attempt")
+        None if packet.get(key) is None else _count(packet, key, most)
+        for key, most in (("local_rank", RANKS), ("attempt", ATTEMPTS))
     )
     return Hello(number, _name(packet, "job"), rank, world, local_rank, attempt, pid, fields, time)
 
@@ -153,10 +157,10 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not a value")
 
 
-def _count(packet: Mapping[str, Any], key: str) -> int:
+def _count(packet: Mapping[str, Any], key: str, most: int = _INT64 - 1) -> int:
     value = packet.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _INT64:
-        raise ValueError(f"{key} is {str(value)[:40]!r}; an integer from 0 is wanted")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{key} is {str(value)[:40]!r}; an integer from 0 to {most} is wanted")
     return value
 
 

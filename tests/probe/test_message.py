@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.probe.message import LIMIT, MEASUREMENTS, Hello, Message, Sequence, encode, encode_hello, parse
+from diagnosd.probe.message import (
+    ATTEMPTS,
+    LIMIT,
+    MEASUREMENTS,
+    PIDS,
+    RANKS,
+    Hello,
+    Message,
+    Sequence,
+    encode,
+    encode_hello,
+    parse,
+)
 from diagnosd.schema import SCHEMA
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,20}", fullmatch=True)
@@ -38,9 +50,9 @@ def test_a_message_is_read_as_it_was_written(message: Message) -> None:
         words,
         st.integers(0, 9),
         st.just(10),
-        st.none() | counts,
-        st.none() | counts,
-        counts,
+        st.none() | st.integers(0, RANKS),
+        st.none() | st.integers(0, ATTEMPTS),
+        st.integers(0, PIDS),
         fields,
         counts,
     )
@@ -86,6 +98,10 @@ GOOD: dict[str, Any] = {"v": 1, "n": 0, "m": "diagnosd_step", "f": {"step": 1}, 
         ({"m": "hello", "rank": 0, "world": 1, "pid": 1}, "job is"),
         ({"m": "hello", "job": "j" * 257, "rank": 0, "world": 1, "pid": 1}, "job is"),
         ({"m": "hello", "job": "j", "rank": 0, "world": 1, "pid": 1, "attempt": "x"}, "attempt is"),
+        ({"m": "hello", "job": "j", "rank": 0, "world": 1, "pid": 1, "attempt": 2**63 - 1}, "attempt is"),
+        ({"m": "hello", "job": "j", "rank": 0, "world": 1, "pid": 1, "local_rank": 2**62}, "local_rank is"),
+        ({"m": "hello", "job": "j", "rank": 2**61, "world": 2**62, "pid": 1}, "world is"),
+        ({"m": "hello", "job": "j", "rank": 0, "world": 1, "pid": 2**40}, "pid is"),
     ],
 )
 def test_what_is_no_message_is_refused(change: dict[str, Any], reason: str) -> None:
