@@ -220,12 +220,17 @@ def compute_of_all(c: Comparison) -> Iterator[Reading]:
 
 
 def checkpoint(c: Comparison) -> Iterator[Reading]:
-    """Saving took longer than it did; what follows it at once, such as a flush to disk, counts as saving."""
-    if c.expected[PART["checkpoint"]] > 0:
+    """Saving took longer than it did; what follows it at once, such as a flush to disk, counts as saving.
+
+    So does the time of those who wait for the rank that saves, in no phase, as at a barrier: the last to leave that may
+    be any of them, and need not save itself.
+    """
+    now, before = np.array([c.own(column, "checkpoint") for column in range(len(c.ranks))]).T
+    if before.max() > 0:
         for reading in _grew(c, "saving", ("checkpoint", "other")):
-            decisive = c.excess("checkpoint") > 0 and c.share("checkpoint", "other") >= 0.6
-            yield replace(reading, decisive=decisive)
-    elif c.observed[PART["checkpoint"]] == 0:
+            decisive = (now - before).max() > 0 and c.share("checkpoint", "other") >= 0.6
+            yield replace(reading, decisive=bool(decisive))
+    elif now.max() == 0:
         yield Reading("job", nan, nan, -3.0, "nothing was saved in these steps")
 
 

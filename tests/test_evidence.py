@@ -416,6 +416,16 @@ def test_the_bound_counts_no_ports_beyond_the_ranks_of_a_host() -> None:
     assert two_each == pytest.approx(16e6 / (2 * 400e9 / 8 * 0.97))
 
 
+def test_who_waits_for_the_rank_that_saves_hides_no_slow_checkpoint() -> None:
+    """At a barrier: the last to leave it is another rank, whose time is in no phase."""
+    saving, waiting = {"checkpoint": 2.0}, {"other": 2.0}
+    c = compared(waiting, of_ranks=(saving, waiting), last=(0, 1))
+    c.own_expected[0, OWN.index("checkpoint")] = 0.01
+    (verdict,) = classify(c)
+    assert verdict.cause == "checkpoint_stall"
+    assert verdict.loci == ("rank:0", "host:a")
+
+
 def test_two_causes_of_different_parts_are_both_named() -> None:
     starved = {"data_wait": 0.3}
     points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]
