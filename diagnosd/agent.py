@@ -108,9 +108,7 @@ class Lane:
         self.collector = collector
         self.due = 0  # the tick of its next read
         self.seconds = 0.0  # of its last read
-        self.cost = (
-            0.0  # CPU seconds of the cheaper of its last two reads: one dear read is an accident, two are a habit
-        )
+        self.cost = 0.0  # CPU seconds: the lesser of its last two reads', for one dear read is an accident
         self.up = True
         self.abandoned = False
         self._failures = 0
@@ -147,17 +145,18 @@ class Lane:
     def _serve(self) -> None:
         while True:
             now_ns = self._requests.get()
-            began, used = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
             try:
                 self._read(now_ns)
             except Exception as error:  # noqa: BLE001 - a file that is not as it should be, or a mistake of ours
                 self._failed(error)
             self.seconds = time.perf_counter() - began
-            self._pay(time.thread_time() - used)
             self._idle.set()
 
     def _read(self, now_ns: int) -> None:
+        before = time.thread_time()
         points = self.collector.read(now_ns)
+        self._pay(time.thread_time() - before)
         try:
             batch = Batch(points, encode(points))
             self.up = True
