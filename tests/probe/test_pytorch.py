@@ -210,6 +210,12 @@ def test_a_step_a_fetch(loops: dict[str, list[dict[str, Any]]], loop: str) -> No
     assert [step["samples"] for step in loops[loop]] == [8] * 6
 
 
+def test_a_process_that_loads_for_itself_tells_that_it_has_no_workers(loops: dict[str, list[dict[str, Any]]]) -> None:
+    for step in loops["plain"]:
+        assert (step["workers"], step["queue_size"]) == (0, 0)
+        assert "queue" not in step
+
+
 def test_a_step_an_update_of_accumulated_gradients(loops: dict[str, list[dict[str, Any]]]) -> None:
     assert [step.get("samples") for step in loops["accumulating"]][-5:] == [48] * 5
 

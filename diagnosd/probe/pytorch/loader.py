@@ -10,6 +10,7 @@ from diagnosd.probe.reporter import Reporter, clock, thread_id
 from diagnosd.probe.steps import Queue, Steps
 
 Asked = Optional[Tuple[int, int, bool]]
+_INLINE = Queue(None, 0, 0)  # without workers the process that trains loads, and nothing is ready ahead
 
 
 def patch(torch: Any, reporter: Reporter, device: Device) -> None:
@@ -43,6 +44,8 @@ def _fetch(torch: Any, reporter: Reporter, device: Device, original: Any) -> Any
             found: Tuple[Any, ...] = size(batch, tensor)
             if asked:
                 found += (_queue(batches, asked),)
+            elif not batches._num_workers:
+                found += (_INLINE,)
             if device.active:
                 device.passes(None, FORWARD)
             note((ends, clock() - t, t, found))
