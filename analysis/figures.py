@@ -24,6 +24,8 @@ def _two(count: int, base: int, big: str, small: str) -> str:
 def percent(share: float) -> str:
     """`99 %`, `3.1 %`, `0.27 %`: two digits below ten, for the noise of what is measured leaves no more."""
     value = 100 * share
+    if abs(value) < 0.005:  # of differences of floats, not of anything measured
+        return "0 %"
     return f"{value:,.0f} %" if abs(value) >= 9.95 else f"{digits(float(f'{value:.2g}'))} %"
 
 

@@ -426,6 +426,16 @@ def test_who_waits_for_the_rank_that_saves_hides_no_slow_checkpoint() -> None:
     assert verdict.loci == ("rank:0", "host:a")
 
 
+def test_unknown_says_what_each_of_the_nearest_lacks() -> None:
+    (lonely,) = classify(compared({"transfer": 0.5}))
+    assert "(one sign, of two that it needs)" in lonely.text
+    tiny = {"transfer": 0.16, "eval": 0.5}
+    points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]
+    (short,) = classify(compared(tiny, *points))
+    assert short.cause == "unknown"
+    assert "% of the loss)" in short.text
+
+
 def test_two_causes_of_different_parts_are_both_named() -> None:
     starved = {"data_wait": 0.3}
     points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]

@@ -53,7 +53,15 @@ def test_figures_carry_their_unit(value: object, unit: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.994, "99 %"), (0.0312, "3.1 %"), (0.00269, "0.27 %"), (0, "0 %"), (1, "100 %"), (0.099, "9.9 %")],
+    [
+        (0.994, "99 %"),
+        (0.0312, "3.1 %"),
+        (0.00269, "0.27 %"),
+        (0, "0 %"),
+        (1, "100 %"),
+        (0.099, "9.9 %"),
+        (1.4e-9, "0 %"),
+    ],
 )
 def test_shares_are_spelled_one_way(share: float, text: str) -> None:
     assert figures.percent(share) == report.figure(share, "share") == text
