@@ -8,7 +8,8 @@
 `other`: another cause explains the same loss, lastingly; `back`: the same cause returns within REJOIN seconds, which is
 the same episode. A suspicion is not told: what is withdrawn before it was confirmed was never said.
 
-An episode's id is a hash of what it is about and when it began, so that it is the same after a restart of the analysis.
+An episode's id is a hash of what it is about and of the step with which it began, so that it is the same after a
+restart of the analysis.
 """
 
 from __future__ import annotations
@@ -53,11 +54,15 @@ MILD = 1.3  # slowdown
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A verdict, when what it is about began (ns), and the number of the cycle that began then."""
+    """A verdict, when what it is about began (ns), the row that began then, and the framework's number of its step.
+
+    `onset` is None for what was so from the first step that was seen.
+    """
 
     verdict: Verdict
     start: int
     row: int
+    onset: int | None
 
 
 @dataclass(slots=True)
@@ -69,6 +74,7 @@ class Episode:
     attempt: int
     start: int
     row: int  # number of the first cycle
+    onset: int | None = None  # the framework's number of its first step
     state: str = "suspected"
     detected: int | None = None
     end: int | None = None
@@ -129,7 +135,7 @@ class Episodes:
                 return _agree(episode, found) if episode.origin == origin else None
         if found.verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
             return None  # evidence that thins out does not undo what was confirmed
-        episode = Episode(origin, found.verdict, attempt, found.start, found.row)
+        episode = Episode(origin, found.verdict, attempt, found.start, found.row, found.onset)
         self.all.append(episode)
         return episode
 
@@ -161,7 +167,7 @@ class Episodes:
         former = next((e for e in reversed(self.all) if _joins(e, episode, now)), None)
         if former is not None:
             former.pass_to("back")
-            former.end, former.verdict, former.counted = None, episode.verdict, episode.row
+            former.end, former.verdict, former.counted = None, episode.verdict, max(former.counted, episode.row)
             self.all.remove(episode)
             return
         episode.pass_to("holds")
@@ -227,7 +233,7 @@ class Episodes:
             "severity": severity(episode) if costs else "info",
             "owner": verdict.owner,
             "start": rfc3339(episode.start) if costs else None,
-            "detected": rfc3339(episode.detected) if costs and episode.detected is not None else None,
+            "detected": rfc3339(episode.detected, up=True) if costs and episode.detected is not None else None,
             "end": rfc3339(episode.end) if costs and episode.end is not None else None,
             "confidence": verdict.confidence,
             "slowdown": round(episode.slowdown, 3) if costs else None,
@@ -248,7 +254,8 @@ class Episodes:
         return {**document, "next": verdict.next, "text": verdict.text}
 
     def _id(self, episode: Episode) -> str:
-        about = (self.cluster, self.job, episode.attempt, episode.verdict.cause, episode.verdict.loci, episode.start)
+        """The step's number instead of its time: how clocks are aligned depends a little on when the analysis began."""
+        about = (self.cluster, self.job, episode.attempt, episode.verdict.cause, episode.verdict.loci, episode.onset)
         return sha256(repr(about).encode()).hexdigest()[:12]
 
 
@@ -260,7 +267,8 @@ def _agree(episode: Episode, found: Found) -> Episode:
     episode.agreed += 1
     episode.missed = 0
     if episode.state == "suspected":
-        episode.verdict, episode.start, episode.row = found.verdict, found.start, found.row
+        episode.verdict, episode.start = found.verdict, found.start
+        episode.row, episode.onset = found.row, found.onset
     elif found.verdict.confidence >= episode.verdict.confidence - 0.05 and _sharpens(found.verdict, episode.verdict):
         episode.verdict = found.verdict
     return episode

@@ -41,7 +41,9 @@ ROW_S = 0.1
 LOST_S = 10.0  # what a rank has not sent so long after the others will not come: three times the lateness
 REALIGN = 50  # cycles between two looks at the clocks: crystals drift apart by a millisecond a minute
 ALIGNED_BY = 200  # steps: their median knows the offset to a tenth of what single meetings scatter by
-SILENT_S = 30.0  # a rank that has sent no step for so long, while others did, is left out until it does: 30 heartbeats
+# A rank that sent no step for 30 heartbeats, and none of the last few that others sent, is left out until it does.
+SILENT_S, SILENT_STEPS = 30.0, 3
+PER_RANK = {"own": 0.0, "late": nan, "queue": nan, "queue_size": nan, "workers": nan, "compute_per_work": nan}
 _MINOR = 0.01  # of a cycle: a checkpoint or an evaluation that takes less does not change what kind of step it is
 
 _CHANNEL_PARTS = {"load": ("data_wait",), "transfer": NETWORK, "compute": COMPUTE, "host": HOST}
@@ -57,6 +59,8 @@ class History:
         self.count = 0
         self.steps = 0  # cycles taken, several of which may be a row
         self.newest = 0  # ns: end of the newest step taken
+        self.number = 0  # and the framework's number of it
+        self._complete = 0  # ns: end of the newest step that all ranks had sent
         self.noise = 0.0  # s, that the clocks of hosts differ by from step to step; infinite while they are not aligned
         self._offset: Floats = np.zeros(len(ranks))
         self._aligned = -REALIGN
@@ -66,6 +70,7 @@ class History:
         self._arrays: Columns = {
             "end": np.empty(size),
             "steps": np.empty(size),
+            "number": np.empty(size),
             "duration": np.empty(size),
             "parts": np.empty((size, len(PART))),
             "own": np.empty((size, across, len(OWN))),
@@ -115,9 +120,28 @@ class History:
         self._align(steps)
         cycles = decompose(Phases.of(steps, rows, self.origin), self._offset)
         cycles = _those(cycles, (cycles.row >= ready[0] - rows.start) & (cycles.duration > 0))
-        self.newest = int(ended[ready[-1]])
+        self.newest, self.number = int(ended[ready[-1]]), int(steps.number[ready[-1]])
         if len(cycles.row):
+            self._complete = int(ended[cycles.row[-1] + rows.start])
             self._append(cycles, steps, rows.start, each)
+
+    def go_on_with(self, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> None:
+        """Some ranks fell silent, or came: the job and its rows go on, and so does what was found.
+
+        Of the time before it came a rank is taken to have worked as its peers did. The steps that were not complete
+        because of one that fell silent are taken again, without it.
+        """
+        old = {rank: column for column, rank in enumerate(self.ranks)}
+        for columns in (self._arrays, self._rest):
+            for name in PER_RANK.keys() & columns.keys():
+                columns[name] = _for_ranks(
+                    columns[name].astype(float), [old.get(rank) for rank in ranks], PER_RANK[name]
+                )
+            if columns:
+                new = {column: ranks.index(rank) for rank, column in old.items() if rank in ranks}
+                columns["last"] = np.array([new.get(int(column), -1) for column in columns["last"]], np.int64)
+        self.ranks, self.hosts, self.newest = ranks, hosts, self._complete
+        self._offset, self._aligned = np.zeros(len(ranks)), self.count - REALIGN
 
     def _align(self, steps: Steps) -> None:
         if self.count - self._aligned < REALIGN and self.count > REALIGN:
@@ -160,6 +184,7 @@ class History:
         usable &= np.isfinite(self.noise) | np.isnan(cycles.late).any(axis=1)
         return columns | {
             "steps": np.ones(len(rows)),
+            "number": steps.number[rows],
             "timed": cycles.timed,
             "usable": usable,
             "work": work.sum(axis=1),
@@ -176,7 +201,7 @@ class History:
     def _in_rows(self, columns: Columns) -> Columns:
         """The rows that these cycles make; those that do not make one yet are left for later."""
         alone = ~columns["usable"].astype(bool) | (columns["own"].astype(float)[..., _SAVES] > 0).any(axis=(1, 2))
-        starts, is_whole = _groups(alone.tolist(), self._a_row)
+        starts, is_whole = _groups(alone.tolist(), columns["number"].tolist(), self._a_row)
         if not is_whole:
             self._rest = {name: values[starts[-1] :] for name, values in columns.items()}
             columns = {name: values[: starts[-1]] for name, values in columns.items()}
@@ -199,7 +224,8 @@ class History:
 def of_those_heard(steps: Steps) -> Steps:
     """The steps of the ranks that still send some: one whose telemetry died must not blind us to the others."""
     newest = steps.end.max(axis=0)
-    heard = np.flatnonzero(newest >= newest.max() - int(SILENT_S * 1e9))
+    recent = (steps.end[-SILENT_STEPS:] > 0).any(axis=0)
+    heard = np.flatnonzero((newest >= newest.max() - int(SILENT_S * 1e9)) | recent)
     return steps if len(heard) == len(newest) else steps.of(heard)
 
 
@@ -210,16 +236,27 @@ def _is_settled(end: Ints) -> Bools:
     return settled
 
 
-def _groups(alone: list[bool], size: int) -> tuple[list[int], bool]:
-    """Where groups of so many in a row begin, those alone apart; and whether the last of them is whole."""
+def _for_ranks(values: Floats, places: list[int | None], unknown: float) -> Floats:
+    """[N,R,...] the columns at these places; where there is none, what is unknown, or the median of those there are."""
+    fresh = np.full((len(values), len(places), *values.shape[2:]), unknown)
+    for column, place in enumerate(places):
+        if place is not None:
+            fresh[:, column] = values[:, place]
+        elif not np.isnan(unknown):
+            fresh[:, column] = np.median(values, axis=1)
+    return fresh
+
+
+def _groups(alone: list[bool], numbers: list[int], size: int) -> tuple[list[int], bool]:
+    """Where groups of so many steps begin, those alone apart; and whether the last of them is whole.
+
+    By the steps' own numbers, so that the groups are the same whenever the analysis began.
+    """
     starts: list[int] = []
-    taken = size
-    for place, apart in enumerate(alone):
-        if apart or taken >= size:
+    for place, (apart, number) in enumerate(zip(alone, numbers, strict=True)):
+        if not place or apart or alone[place - 1] or number // size != numbers[place - 1] // size:
             starts.append(place)
-            taken = 0
-        taken = size if apart else taken + 1
-    return starts, taken >= size
+    return starts, alone[-1] or (numbers[-1] + 1) % size == 0
 
 
 def _means(columns: Columns, starts: list[int]) -> Columns:
@@ -231,7 +268,7 @@ def _means(columns: Columns, starts: list[int]) -> Columns:
         means[name] = np.add.reduceat(values.astype(float), starts) / each
     for name in ("queue", "queue_size", "workers"):
         means[name] = np.round(means[name].astype(float))  # the queue is empty where it mostly was
-    means["end"] = columns["end"][np.cumsum(count) - 1]
+    means["end"], means["number"] = columns["end"][np.cumsum(count) - 1], columns["number"][starts]
     means["steps"] = count.astype(float)
     means["last"] = _most_often(columns["last"], starts)
     means |= {name: np.logical_and.reduceat(columns[name], starts) for name in ("timed", "usable")}

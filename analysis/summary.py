@@ -74,8 +74,9 @@ def _concerns(job: Job, event: Event) -> bool:
     return mine or (event.kind == "clock" and len(job.ranks) < job.world)
 
 
-def rfc3339(ns: int) -> str:
-    """To the millisecond; hosts' clocks agree no better."""
+def rfc3339(ns: int, *, up: bool = False) -> str:
+    """To the millisecond; hosts' clocks agree no better. `up`: the first that is not earlier, else the last before."""
+    ns += (-ns) % 10**6 if up else 0
     moment = datetime.fromtimestamp(ns // 10**9, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{ns // 10**6 % 1000:03d}Z"
 

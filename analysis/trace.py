@@ -281,12 +281,12 @@ class Trace:
         self._series.setdefault((series.measurement, series.tag("host") or ""), {})[series.key] = kept
         return kept
 
-    def _job(self, name: str, time: int) -> Job:
+    def _job(self, name: str, time: int, *, runs: bool = True) -> Job:
         job = self.jobs.get(name)
         if job is None:
             job = self.jobs[name] = Job(name, self.origin)
-            job.first = time
-        job.last = time
+            job.first = job.last = time
+        job.last = time if runs else job.last
         return job
 
     def _rank(self, job: Job, rank: int, host: str, point: Point, began: int = 0) -> RankInfo | None:
@@ -300,7 +300,6 @@ class Trace:
         if info is None or info.host != host:
             info = job.ranks[rank] = RankInfo(rank, host, first=began or point.time, last=point.time)
         info.attempt = job.attempt
-        info.last = point.time
         return info
 
     def _step_route(self, series: Series) -> Callable[[Point], None]:
@@ -332,7 +331,11 @@ class Trace:
         append = self._keep(series).append if series.measurement == "diagnosd_process" else None
 
         def take(point: Point) -> None:
-            info = self._rank(self._job(name, point.time), rank, host, point)
+            # That a rank is gone is told again and again, long after it has run for the last time.
+            runs = append is not None or point.fields.get("state", "running") == "running"
+            info = self._rank(self._job(name, point.time, runs=runs), rank, host, point)
+            if info is not None and (runs or (info.state == "running" and point.fields.get("state") == "exited")):
+                info.last = point.time
             if append is not None:
                 append(point)
             elif info is not None:

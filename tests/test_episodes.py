@@ -32,7 +32,7 @@ class Seen:
 
     def look(self, *causes: str, since: int = 0, locus: str = "host:n1") -> None:
         self.second += 1
-        found = [Found(verdict(cause, locus=locus), START + since * SECOND, 2 * since) for cause in causes]
+        found = [Found(verdict(cause, locus=locus), START + since * SECOND, 2 * since, 2 * since) for cause in causes]
         for episode in self.episodes.observe("past", found, 0):
             steps = 2 * (self.second - since)
             episode.observed, episode.expected, episode.ranks = self.slowdown * steps, float(steps), 8
