@@ -229,10 +229,14 @@ class Feeder:
 
     def __init__(self, ring: Ring, sinks: Sequence[Sink]) -> None:
         self._ring = ring
-        self._sinks = list(sinks)
-        self._failed: list[Sink] = []
+        self._all = sinks
+        self._sinks = list(sinks)  # those that are given something
+        self._failed = 0
         self._undelivered = 0
-        self._busy: Sink | None = None  # with this one
+        self._lock = threading.Lock()  # of the four below; never held while a sink is asked
+        self._hand: list[Batch] = []  # what is being given
+        self._waiting: list[Sink] = []  # for that
+        self._busy: Sink | None = None  # with that
         self._thread = threading.Thread(target=self._feed, name="sinks", daemon=True)
 
     def start(self) -> None:
@@ -241,42 +245,56 @@ class Feeder:
     @property
     def lost(self) -> int:
         """Points that a sink was given, or should have been, and does not have."""
-        return self._undelivered + sum(sink.lost for sink in (*self._sinks, *self._failed))
+        return self._undelivered + sum(sink.lost for sink in self._all)
 
     def finish(self, deadline: float) -> bool:
-        """Whether every sink has everything and is closed by then (monotonic).
+        """Whether every sink has everything and is closed by then (monotonic); the ring is closed.
 
-        One that does not answer is left alone: the others are closed in its stead, a little earlier.
+        One that does not answer is left to the thread: the others get the rest in its stead, a little earlier.
         """
         self._thread.join(max(0.0, deadline - STOP_S / 4 - time.monotonic()))
         if self._thread.is_alive():
-            rest = [sink for sink in self._sinks if sink is not self._busy]
-            closing = threading.Thread(target=self._close, args=(rest,), name="closing", daemon=True)
-            closing.start()
-            closing.join(max(0.0, deadline - time.monotonic()))
+            others = threading.Thread(target=self._finish_others, name="other sinks", daemon=True)
+            others.start()
+            others.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
+
+    def _finish_others(self) -> None:
+        with self._lock:
+            hand, waiting, self._waiting = self._hand, self._waiting, []
+            others = [sink for sink in self._sinks if sink is not self._busy]
+            self._sinks = [sink for sink in self._sinks if sink is self._busy]
+            rest = self._ring.take()
+        for batch in rest:
+            self._ring.put(batch)
+        for sink in others:
+            self._ask(sink, sink.take, [*(hand if sink in waiting else ()), *rest])
+            self._ask(sink, sink.close)
 
     def _feed(self) -> None:
         while batches := self._ring.take():
-            if self._failed:
-                self._undelivered += _count(batches) * len(self._failed)
-            for sink in [*self._sinks]:
-                self._busy = sink
-                self._guarded(sink, lambda sink=sink: sink.take(batches), _count(batches))  # type: ignore[misc]
-        self._close(self._sinks)
+            self._undelivered += _count(batches) * self._failed
+            self._give(batches)
+        for sink in [*self._sinks]:
+            self._ask(sink, sink.close)
 
-    def _close(self, sinks: Sequence[Sink]) -> None:
-        for sink in [*sinks]:
-            self._busy = sink
-            self._guarded(sink, sink.close, 0)
+    def _give(self, batches: list[Batch]) -> None:
+        self._hand, self._waiting = batches, [*self._sinks]
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                self._busy = self._waiting.pop(0)
+            self._ask(self._busy, self._busy.take, batches)
 
-    def _guarded(self, sink: Sink, call: Callable[[], object], points: int) -> None:
+    def _ask(self, sink: Sink, call: Callable[..., None], *batches: list[Batch]) -> None:
         try:
-            call()
+            call(*batches)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with one sink, the others have their points
-            self._sinks.remove(sink)
-            self._failed.append(sink)
-            self._undelivered += points
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+            self._failed += 1
+            self._undelivered += sum(map(_count, batches))
             log.warning("%s gets nothing more: %s: %s", type(sink).__name__, type(error).__name__, said(error))
 
 

@@ -332,10 +332,12 @@ def test_a_sink_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFix
         def take(self, batches: Sequence[Batch]) -> None:
             threading.Event().wait()
 
-    other = Kept()
-    run_briefly(agent_of(Odd("eth0"), sinks=[Stuck(), other]))
+    before, after = Kept(), Kept()
+    run_briefly(agent_of(Odd("eth0"), sinks=[before, Stuck(), after]))
     assert "a disk or a sink does not answer" in caplog.text
-    assert other.closed
+    assert (before.closed, after.closed) == (True, True)
+    assert len(of("net", before.points)) == 2  # the last one is of the end
+    assert before.lines == after.lines
 
 
 def test_a_mistake_in_the_agents_own_tick_still_closes_the_sinks() -> None:
