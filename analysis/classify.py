@@ -239,12 +239,17 @@ def _speaks(one: Evidence, cause: str) -> bool:
 
 
 def _shown(cause: str, place: Place, evidence: list[Evidence], rivals: list[_Case]) -> tuple[Evidence, ...]:
-    """What speaks for a cause, then what its rivals would have raised and is as it was, then what speaks against it."""
+    """What speaks for a cause, then what its rivals would have raised and is as it was, then what speaks against it.
+
+    That as much is sent as ever excludes a change of the program, which is nobody's fault and no rival.
+    """
     each = sorted(_one_of_each(evidence, place), key=lambda one: -abs(one.weight(cause)))
     told = [one for one in each if _speaks(one, cause)]
     against = [one for one in told if one.weight(cause) < 0][:AGAINST]
     support = [one for one in told if one.weight(cause) > 0][: min(FOR, TABLE - len(against))]
-    ruled_out = _rule_out([rival.cause.code for rival in rivals], [one for one in each if one not in told])
+    untold = [one for one in each if one not in told]
+    same = [one for one in untold if one.row.metric == "bytes a step" and one.row.weights.get(cause, 0) < 0]
+    ruled_out = [*same, *_rule_out([rival.cause.code for rival in rivals], untold)]
     return (*support, *ruled_out[: TABLE - len(support) - len(against)], *against)
 
 

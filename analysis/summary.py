@@ -60,7 +60,7 @@ def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
     """
     found: dict[tuple[bool, str, str], dict[str, Any]] = {}
     for event in trace.events_of("telemetry_gap", "clock"):
-        if event.time > job.last or (event.job or job.name) != job.name or not _concerns(job, event):
+        if not _concerns(job, event):
             continue
         text, repeats = event.text or event.kind, event.value is not None
         gap = {"subject": event.subject, "start": rfc3339(event.time), "text": text, "count": 0}
@@ -69,7 +69,12 @@ def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
 
 
 def _concerns(job: Job, event: Event) -> bool:
-    """Whether it is of a host of the job's; one that is kept out for its clock may be where its missing ranks run."""
+    """Whether it is of the job, or of a host of the job's while it ran.
+
+    A host that is kept out for its clock may be where its missing ranks run.
+    """
+    if event.job is not None or event.time > job.last:
+        return event.job == job.name
     mine = event.host in job.hosts and event.time >= job.first
     return mine or (event.kind == "clock" and len(job.ranks) < job.world)
 

@@ -220,11 +220,12 @@ def test_evidence_tells_what_a_rival_would_have_raised_and_is_as_it_was() -> Non
         *talk("a", 0, 1),
         *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1)),
         *counted("net", "bytes_sent", 90e6, 32e6, host="a", interface="eth0"),
+        *counted("net", "bytes_recv", 90e6, 32e6, host="a", interface="eth0"),
         *counted("pressure", "total", 900_000, 900_000, host="b", resource="cpu", type="some"),
     ]
     (verdict,) = classify(compared({"transfer": 0.5}, *points))
     metrics = [one.row.metric for one in verdict.evidence]
-    assert {"data wait", "short of CPU"} <= set(metrics)
+    assert {"data wait", "bytes a step", "short of CPU"} <= set(metrics)
     assert any(metric.startswith("compute of") for metric in metrics)
     assert len(metrics) == len(set(metrics)) <= 7
     assert metrics[-1] == "short of CPU"  # what speaks against it comes last

@@ -200,6 +200,31 @@ def test_a_probe_that_is_switched_off_is_named() -> None:
     assert done.stderr == "diagnosd: no rank reported a step: DIAGNOSD=off is set, which switches the probe off.\n"
 
 
+SWITCHED_OFF = """
+import time
+from diagnosd import probe
+for number in range({steps}):
+    with probe.step():
+        time.sleep(0.02)
+probe.step().__enter__()
+probe.live().off("too dear")
+time.sleep(1.5)
+"""
+
+
+def test_a_probe_that_switched_itself_off_before_the_first_step_is_the_reason_for_the_silence() -> None:
+    done = diagnosd("run", *python(SWITCHED_OFF.format(steps=0)))
+    assert "no rank reported a step" in done.stderr
+    assert "exited with 0; probe off: too dear" in done.stderr
+
+
+def test_a_job_whose_probe_switched_itself_off_is_not_called_healthy() -> None:
+    done = diagnosd("run", *python(SWITCHED_OFF.format(steps=30)))
+    assert done.returncode == 0
+    assert "Nothing found in job" not in done.stderr
+    assert re.search(r"unseen +\d+ % of the job: rank 0 at [0-9:]{8} UTC: probe off: too dear", done.stderr)
+
+
 @pytest.fixture(scope="module")
 def starving(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A job of one rank whose loader falls behind, recorded, with a declared cluster."""
