@@ -16,7 +16,7 @@ from jobs import GBIT, T0, Fault, Layout, Truth, by_time, job
 LATENESS = 3  # s, by which what is detected in the stream is told later
 TELL_WITHIN = 15  # s after the onset
 
-HEAVY = {"forward": 0.042, "backward": 0.07}  # a step that waits for its processor, not for the wire
+HEAVY: dict[str, Any] = {"forward": 0.042, "backward": 0.07}  # a step that waits for its processor, not for the wire
 DECLARED = {"fabric": {"kind": "ethernet", "rate_gbps": 1, "interface": "eth0"}}
 
 Documents = list[dict[str, Any]]
@@ -123,12 +123,31 @@ def test_a_fault_is_named_placed_bounded_and_priced(name: str) -> None:
 
 
 def test_a_verdict_uses_nothing_later_than_its_time_in_the_stream() -> None:
-    points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
-    whole = one(judge(points)[0])
-    until = T0 + round((seconds(whole, "detected") + LATENESS + 1.5) * 1e9)
-    cut = one(judge([point for point in points if point.time <= until])[0])
-    for key in ("id", "cause", "start", "detected", "locus"):
-        assert cut[key] == whole[key]
+    for seed in range(4):
+        points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=seed)
+        whole = one(judge(points)[0])
+        until = T0 + round(seconds(whole, "detected") * 1e3) * 10**6
+        cut = one(judge([point for point in points if point.time <= until])[0])
+        for key in ("id", "cause", "start", "detected", "locus"):
+            assert cut[key] == whole[key]
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        (Fault("bandwidth", 30, 45, 1, 0.2), {}),
+        (Fault("loader", 30, 45, 1, 0.45), {"ranks": 3, "offsets": (0.2, -0.3, 0.1), "noise": 0.05}),
+        (Fault("loader", 30, 45, None, 0.06), {"forward": 0.002, "backward": 0.003, "fetch": 0.002, "size": 1.2e6}),
+    ],
+    ids=["a link", "clocks apart", "short steps"],
+)
+def test_the_id_is_the_same_whenever_the_analysis_began(fault: Fault, changes: dict[str, Any]) -> None:
+    points, _ = job(Layout(seconds=55), fault, seed=5, **changes)
+    ids = set()
+    for since in (0, 3, 6.5, 12):
+        heard = [p for p in points if p.time >= T0 + since * 1e9 or p.series.measurement == "diagnosd_rank"]
+        ids.add(one(judge(heard)[0])["id"])
+    assert len(ids) == 1
 
 
 def test_an_interface_beside_the_declared_fabric_is_named_from_the_first_step() -> None:
@@ -507,16 +526,21 @@ def test_what_a_verdict_would_have_needed_and_had_not_is_told(changes: dict[str,
     assert "diagnosd_agent" not in part["sources"]
 
 
+def moved(points: list[Point], seconds: int) -> list[Point]:
+    """The same, so much later by every clock."""
+    by = seconds * 10**9
+    return [
+        Point(p.series, {k: v + by if k.startswith("sync_e") else v for k, v in p.fields.items()}, p.time + by)  # type: ignore[operator]
+        for p in points
+    ]
+
+
 def test_a_restart_begins_anew_and_ends_what_was_open() -> None:
     first, _ = job(Layout(seconds=40, ends=False), Fault("bandwidth", 20, 99, 1, 0.2), seed=3)
     again, _ = job(Layout(seconds=40), seed=4)
     later = [
-        Point(
-            point.series,
-            {**point.fields, **({"attempt": 1} if "attempt" in point.fields else {})},
-            point.time + 60 * 10**9,
-        )
-        for point in again
+        Point(point.series, {**point.fields, **({"attempt": 1} if "attempt" in point.fields else {})}, point.time)
+        for point in moved(again, 60)
     ]
     document = one(judge([*first, *later])[0])
     assert document["attempt"] == 0
@@ -665,6 +689,41 @@ def test_steps_that_a_rank_lost_on_the_way_delay_nothing() -> None:
     assert len(holes) < len(points)
     assert part["cause"] == whole["cause"]
     assert seconds(part, "detected") <= seconds(whole, "detected") + 2
+
+
+def test_a_killed_job_that_is_told_lost_again_and_again_has_ended() -> None:
+    points, _ = job(Layout(seconds=40, ends=False), Fault("bandwidth", 20, 99, 1, 0.2), seed=3)
+    heartbeats = [p for p in job(Layout(seconds=300), seed=4)[0] if p.series.measurement == "diagnosd_agent"]
+    lost = [
+        point("diagnosd_rank", {"job": "train", "host": f"h{rank}", "rank": str(rank)},
+              {"state": "lost", "attempt": 0, "world": 2}, T0 + second * 10**9)
+        for rank in (0, 1) for second in range(50, 300, 60)
+    ]  # fmt: skip
+    heard = [p for p in points if p.time < T0 + 42 * 10**9]
+    analysis = Analysis("lab")
+    told = [d for batch in by_time(sorted(set_by_time([*heard, *heartbeats, *lost]), key=_order))
+            for d in analysis.feed(batch)]  # fmt: skip
+    assert told[-1]["state"] == "resolved"
+    assert seconds(told[-1], "end") <= 41
+    assert analysis.summary()["jobs"]["train"]["end"] < "2026-11-30T10:00:43"
+
+
+@pytest.mark.parametrize("again", [999, 95])
+def test_a_slowdown_goes_on_as_one_while_a_rank_is_silent(again: int) -> None:
+    points, (truth,) = job(Layout(ranks=4, seconds=130), Fault("bandwidth", 40, 110, 1, 0.2), seed=3)
+    heard = [p for p in points if p.series.tag("rank") != "3" or not 60 < (p.time - T0) / 1e9 < again]
+    document = one(judge(heard)[0])
+    assert document["state"] == "resolved"
+    assert abs(seconds(document, "end") - 110) <= 2.5
+    assert document["lost_gpu_seconds"] == pytest.approx(truth.extra, rel=0.15)
+
+
+def test_steps_longer_than_a_silence_end_nothing() -> None:
+    changes = LENGTHS["40 s"][0]
+    points, (truth,) = job(Layout(seconds=2400), Fault("loader", 1000, 2000, None, 60.0), seed=1, **changes)
+    document = one(judge(points)[0])
+    assert document["state"] == "resolved"
+    assert document["lost_gpu_seconds"] == pytest.approx(truth.extra, rel=0.15)
 
 
 def test_a_rank_that_falls_silent_does_not_hide_what_happens_to_the_others() -> None:

@@ -158,14 +158,17 @@ def test_two_causes_of_different_parts_are_two_episodes() -> None:
     assert {cause for _, cause, _ in seen.told} == {"network_congestion", "data_starvation"}
 
 
-def test_the_id_is_the_same_after_a_restart_of_the_analysis() -> None:
-    ids = set()
-    for _ in range(2):
-        seen = Seen()
-        for _ in range(8):
-            seen.look("straggler")
-        ids |= {episode.id for episode in seen.episodes.all}
-    assert len(ids) == 1
+def test_the_id_is_that_of_the_step_and_not_of_its_time_by_some_clock() -> None:
+    def identity(step: int, start: int) -> str:
+        episodes = Episodes("lab", "train")
+        for second in range(1, 9):
+            (episode,) = episodes.observe("past", [Found(verdict("straggler"), start, 40, step)], 0)
+            episode.observed, episode.expected = 2.0, 1.0
+            episodes.confirm(episode, START + second * SECOND, 2 * second)
+        return episode.id
+
+    assert identity(40, START) == identity(40, START - SECOND // 100)
+    assert identity(40, START) != identity(41, START)
 
 
 def test_revisions_rise_with_what_is_told() -> None:
