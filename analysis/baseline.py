@@ -5,7 +5,8 @@ that are checkpoints, evaluations, warm-up or compilation are not judged here an
 
 The reference is the median and the robust scale of the last WINDOW healthy rows of this regime, without the newest few:
 a slowdown must not teach the reference that it is normal. A regime begins with the job, with a change of the work per
-step (a batch size), and where the job becomes lastingly faster.
+step (a batch size), and where the job becomes lastingly faster. Where a batch size comes back, as with batches sorted
+by length, its sizes are one regime, in which a row is held against what its work should take.
 
 Rules (diagnosis.md 2.2, there measured on 3.6 million healthy steps of each of five noise models):
 
@@ -45,6 +46,7 @@ Z_FAR, Z_SPIKE = 3.5, 6.0
 H, H_NOISY = 14.0, 16.0  # of D2; diagnosis.md 2.2 gives 0.6 to 4.2 false events per million noisy steps with them
 NOISY = 0.04  # above this scatter D2 looks for longer
 SAME_WORK = 0.02  # works closer than this are one batch size: a dropped sample is no new regime
+RECURS = 2 * WINDOW  # rows within which a size must come back to be one of several that take turns
 KEEP = 2048
 LOOK_BACK = 100  # rows in which an onset is looked for
 
@@ -96,6 +98,7 @@ class Baseline:
         self._usable: Bools = np.empty(64, dtype=bool)  # may be judged
         self._healthy: Bools = np.empty(64, dtype=bool)  # may teach
         self._regime = 0  # first row of the regime
+        self._oldest = 0  # the first that may be in it: before, the same work took another time
         self._settled: int | None = None  # first row after its warm-up
         self._reference: Reference | None = None  # good until there are `_renew` rows
         self._renew = 0
@@ -191,6 +194,7 @@ class Baseline:
 
     def begin(self, row: int) -> None:
         """A new regime, with the warm-up and the reference to come."""
+        self._oldest = row
         self._regime, self._settled, self._reference = row, None, None
         self._odd.clear()
 
@@ -225,9 +229,18 @@ class Baseline:
         if works.max() > (1 + SAME_WORK) * works.min():
             return
         first = self.count - 3
-        self.begin(first)
+        back = self._before(float(works.mean()))
+        self._regime, self._settled, self._reference = first if back is None else back, back, None
+        self._odd.clear()
         self._usable[first - self._first : self.count - self._first] = True
         self._healthy[first - self._first : self.count - self._first] = True
+
+    def _before(self, work: float) -> int | None:
+        """The first of the latest rows that did this work, before the regime; None where it is new."""
+        numbers = self.usable(max(self._oldest, self.count - RECURS))
+        numbers = numbers[numbers < self._regime]
+        same = np.abs(self.work(numbers) - work) <= SAME_WORK * work
+        return int(numbers[same.argmax()]) if same.any() else None
 
     def _make_room(self) -> None:
         kept = self.count - self._first

@@ -51,6 +51,22 @@ def grown(channel: int, share: float, since: int) -> Change:
     return change
 
 
+@pytest.mark.parametrize("run", [1, 2, 4, 8, 12, 30])
+def test_batches_of_one_size_in_runs_are_judged(run: int) -> None:
+    baseline, rng, known, alarms = Baseline(), np.random.default_rng(run), 0, []
+    for number in range(600):
+        work = (64.0, 32.0, 16.0)[number // run % 3]
+        slower = 1.5 if number >= 400 else 1.0
+        compute = 0.002 * work * (1 + 0.02 * rng.standard_normal())
+        parts = slower * np.array([0.002, 0.05, compute, 0.003])
+        baseline.add(np.array([parts.sum(), *parts]), work, usable=True)
+        reference = baseline.reference()
+        known += reference is not None
+        alarms += [number] if reference and baseline.alarm(reference, 0) else []
+    assert known >= 600 - 6 * run - 20
+    assert 400 <= alarms[0] <= 420
+
+
 @pytest.mark.parametrize("scatter", [0.005, 0.02, 0.07, 0.2])
 def test_healthy_rows_of_any_scatter_raise_no_alarm(scatter: float) -> None:
     assert [seed for seed in range(12) if watch(400, scatter, seed)[0] is not None] == []
