@@ -47,7 +47,9 @@ SUPERSEDED = 3  # unknown gives way sooner: any cause is better
 REJOIN_S = 900.0  # diagnosis.md 2.6: re-opening within 15 min joins the old episode
 REPEAT_S = 60.0  # figures alone are told again once a minute
 
-# By rate of loss, GPU-hours per hour (diagnosis.md 2.6): below 1 and mild nobody acts; 64 is eight machines lost.
+# By rate of loss, GPU-hours per hour, as in diagnosis.md 2.6: below 1 and mild nobody acts; 64 is as if eight machines
+# stood still. There a slowdown of 30 % is high at any size; here it makes a ticket and wakes nobody: of two GPUs it is
+# half of one.
 INFO_RATE, PAGE_RATE = 1.0, 64.0
 MILD = 1.3  # slowdown
 
@@ -206,6 +208,8 @@ class Episodes:
         for episode in self.all:
             if episode.state == "suspected":
                 continue
+            if episode.state == "withdrawn" and episode.end is None:
+                episode.end = now
             document = self.document(episode)
             told = {key: document.get(key) for key in _NEWS}
             figures = document["lost_gpu_seconds"] != episode.told.get("lost_gpu_seconds")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from diagnosd.analysis.trace import Event, Job, Trace
 
 GAPS = 8  # of which a reader is told
+IN_FLIGHT = 2  # steps a rank that may still come of an attempt when the next one has begun: no news
+OUTDATED = "steps of an earlier attempt than other hosts are in: they are not used"
 
 
 def of_job(trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float]) -> dict[str, Any]:
@@ -65,7 +67,12 @@ def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
         text, repeats = event.text or event.kind, event.value is not None
         gap = {"subject": event.subject, "start": rfc3339(event.time), "text": text, "count": 0}
         found.setdefault((repeats, event.subject, "" if repeats else text), gap)["count"] += 1
-    return [found[key] for key in sorted(found, key=lambda key: key[0])][:GAPS]
+    told = [found[key] for key in sorted(found, key=lambda key: key[0])]
+    for host, (count, first) in sorted(job.outdated.items()):
+        if count > IN_FLIGHT * len(job.ranks):
+            gap = {"subject": f"host:{host}", "start": rfc3339(first), "text": OUTDATED, "count": count}
+            told.insert(0, gap)
+    return told[:GAPS]
 
 
 def _concerns(job: Job, event: Event) -> bool:

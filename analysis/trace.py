@@ -126,6 +126,9 @@ class Job:
         self.ranks: dict[int, RankInfo] = {}
         self.groups: dict[str, Group] = {}
         self.first = self.last = 0  # ns, of all points of the job
+        self.outdated: dict[
+            str, tuple[int, int]
+        ] = {}  # host -> steps of an earlier attempt than others' (dropped); first
         self._origin = origin
         self._grid = Grid(0, origin)
 
@@ -317,7 +320,10 @@ class Trace:
                 duration = fields.get("duration")
                 began = point.time - int(duration * 1e9) if isinstance(duration, float) else point.time
                 info = self._rank(job, rank, host, point, began)
-            if info is not None and isinstance(number, int):
+            if info is None:
+                count, first = job.outdated.get(host, (0, point.time))
+                job.outdated[host] = count + 1, first
+            elif isinstance(number, int):
                 info.last = point.time
                 job._grid.add(rank, host, quality, number, point)  # noqa: SLF001
 

@@ -249,22 +249,16 @@ def test_no_rival_is_told_as_surer_than_the_cause_that_is_named() -> None:
         assert all(other["confidence"] <= document["confidence"] for other in document["alternatives"])
 
 
-def within_hosts(points: list[Point], times: float) -> list[Point]:
-    """The ring also between ranks of one host, by the host's own address: as gloo does it."""
-    inside = []
-    for p in points:
-        if p.series.measurement == "diagnosd_socket" and p.fields["bytes_sent"] > 10_000:
-            host = p.series.tag("host") or ""
-            tags = {**dict(p.series.tags), "peer": f"10.77.0.{10 + int(host[1:])}"}
-            more = {name: int(times * p.fields[name]) for name in ("bytes_sent", "bytes_received")}
-            inside.append(point("diagnosd_socket", tags, {**p.fields, **more, "rtt": 5e-5}, p.time + 1000))
-    return sorted([*points, *inside], key=_order)
-
-
 def test_bytes_between_ranks_of_one_host_hide_no_neighbour() -> None:
-    points, _ = job(Layout(seconds=55, ranks=4, ranks_a_host=2), Fault("neighbour", 20, 40, 2), seed=3)
-    document = one(judge(within_hosts(points, 3))[0])
+    points, _ = job(Layout(seconds=55, ranks=8, ranks_a_host=4), Fault("neighbour", 20, 40, 4), seed=3)
+    document = one(judge(points)[0])
     assert (document["cause"], document["subtype"]) == ("network_congestion", "neighbour_traffic")
+
+
+def test_bytes_between_ranks_of_one_host_hide_no_wrong_interface() -> None:
+    layout = Layout(ranks=8, ranks_a_host=4, interface="eth1", rate=0.2 * GBIT, declared=DECLARED)
+    document = one(judge(job(layout, seed=1)[0])[0])
+    assert (document["cause"], document["subtype"]) == ("topology_misconfiguration", "wrong_interface")
 
 
 def test_a_loader_that_never_kept_up_is_held_against_one_that_does() -> None:
@@ -502,7 +496,7 @@ def test_ranks_of_whom_nothing_is_heard_are_part_of_what_was_not_seen() -> None:
 def test_messages_that_are_lost_again_and_again_do_not_hide_what_is_final() -> None:
     points, _ = job(Layout(seconds=30), seed=1)
     tags = {"job": "train", "host": "h0", "kind": "telemetry_gap", "subject": "rank:0"}
-    fields = {"text": "3 messages of rank 0 of train were lost", "value": 3.0}
+    fields: dict[str, Any] = {"text": "3 messages of rank 0 of train were lost", "value": 3.0}
     lost = [point("diagnosd_event", tags, fields, T0 + n * 10**9) for n in range(5, 15)]
     _, analysis = judge(switched_off(sorted([*points, *lost], key=_order), 20, 0))
     gaps = analysis.summary()["jobs"]["train"]["gaps"]
@@ -529,10 +523,28 @@ def test_what_a_verdict_would_have_needed_and_had_not_is_told(changes: dict[str,
 def moved(points: list[Point], seconds: int) -> list[Point]:
     """The same, so much later by every clock."""
     by = seconds * 10**9
-    return [
-        Point(p.series, {k: v + by if k.startswith("sync_e") else v for k, v in p.fields.items()}, p.time + by)  # type: ignore[operator]
+
+    def later(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value + by if name in ("sync_enter", "sync_exit") else value for name, value in fields.items()}
+
+    return [Point(p.series, later(p.fields), p.time + by) for p in points]
+
+
+def test_steps_of_an_attempt_that_another_host_is_past_are_counted_and_told() -> None:
+    points, _ = job(Layout(seconds=40, ranks=4, ranks_a_host=2), seed=3)
+    at = T0 + 20 * 10**9
+    mixed = [
+        Point(p.series, {**p.fields, "attempt": 1}, p.time)
+        if p.time > at and "attempt" in p.fields and p.series.tag("host") == "h1"
+        else p
         for p in points
     ]
+    dropped = [p for p in mixed if p.time > at and p.series.measurement == "diagnosd_step" and not p.fields["attempt"]]
+    documents, analysis = judge(mixed)
+    (gap,) = analysis.summary()["jobs"]["train"]["gaps"]
+    assert gap["subject"] == "host:h0"
+    assert gap["count"] == pytest.approx(len(dropped), abs=2)
+    assert "attempt" in report.plain(report.whole(documents, analysis.summary()))
 
 
 def test_a_restart_begins_anew_and_ends_what_was_open() -> None:

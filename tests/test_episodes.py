@@ -151,6 +151,16 @@ def test_a_told_cause_gives_way_to_another_that_lastingly_explains_the_same_loss
     ]
 
 
+def test_what_is_withdrawn_has_an_end() -> None:
+    seen = Seen()
+    for _ in range(25):
+        seen.look("unknown")
+    for _ in range(8):
+        seen.look("straggler")
+    withdrawn = next(episode for episode in seen.episodes.all if episode.state == "withdrawn")
+    assert seen.episodes.document(withdrawn)["end"] == "2026-11-30T10:00:28.000Z"
+
+
 def test_two_causes_of_different_parts_are_two_episodes() -> None:
     seen = Seen()
     for _ in range(8):
