@@ -1,8 +1,8 @@
 """Counters to rates: what a counter grew by between two samples, where that can be known.
 
-It cannot where the counter went back and no wrap explains it (the driver was reloaded, the counter cleared), where it
-stands at its largest value and saturates there, or where nothing came for longer than a value holds. Such intervals are
-left out, never filled in: what is not known is not zero.
+It cannot where the counter went back (the driver was reloaded, the counter cleared, or it wrapped, which 64 bits do
+about never), or where nothing came for longer than a value holds. Such intervals are left out, never filled in: what is
+not known is not zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from diagnosd.schema import HOLD_SECONDS
 
 Floats = npt.NDArray[np.float64]
 
-POSSIBLE = 1.2  # times the line rate: two polls a second apart may be 20 % off in time (notes: counter hygiene)
 COVERED = 0.5  # a mean over a window needs half of the window
 
 
@@ -49,38 +48,8 @@ class Increments:
         return parts
 
 
-def increments(
-    times: Floats,
-    values: npt.NDArray[np.int64] | Floats,
-    *,
-    bits: int = 64,
-    limit: float | None = None,
-    saturates: bool = False,
-) -> Increments:
-    """Growth of a cumulative counter between its samples; times in s and rising, values as the device counted them.
-
-    `limit` is the largest possible rate in counts a second (the line rate): a counter that went back has wrapped at its
-    width only if it then grew no faster; without a limit it was reset. Unsigned 64-bit counters are sent modulo 2^63
-    and wrap there. `saturates`: it stops at its largest value, as InfiniBand's error counters do.
-    """
+def increments(times: Floats, values: npt.NDArray[np.int64] | Floats) -> Increments:
+    """Growth of a cumulative counter between its samples; times in s and rising, values as the device counted them."""
     seconds, grown = np.diff(times), np.diff(values).astype(np.float64)
-    known = (seconds > 0) & (seconds <= HOLD_SECONDS) & (values[:-1] >= 0) & (values[1:] >= 0)
-    if limit is not None and values.dtype == np.int64:
-        wrapped = _wrapped(values.astype(np.int64, copy=False), min(bits, 63))
-        grown = np.where((grown < 0) & (wrapped <= POSSIBLE * limit * seconds), wrapped, grown)
-    known &= grown >= 0
-    if saturates:
-        known &= values[1:] < (1 << min(bits, 63)) - 1
+    known = (seconds > 0) & (seconds <= HOLD_SECONDS) & (values[:-1] >= 0) & (values[1:] >= 0) & (grown >= 0)
     return Increments(times[:-1][known], times[1:][known], grown[known])
-
-
-def _wrapped(values: npt.NDArray[np.int64], bits: int) -> Floats:
-    """The growth between samples of a counter that begins again at 2^bits; infinite where it was above that already."""
-    grown = np.diff(values) & ((1 << bits) - 1)
-    return np.where(values[:-1] >> bits == 0, grown.astype(np.float64), np.inf)
-
-
-def value_at(times: Floats, values: npt.NDArray[np.generic], at: float, hold: float = HOLD_SECONDS) -> float:
-    """The value of a gauge or state at a time: the newest that is not older than `hold`, else NaN."""
-    index = int(np.searchsorted(times, at, side="right")) - 1
-    return float(values[index]) if index >= 0 and at - times[index] <= hold else float("nan")

@@ -97,11 +97,6 @@ class Steps:
     def sync_group(self) -> Codes:
         return self._codes[..., _GROUP]
 
-    @property
-    def seen(self) -> npt.NDArray[np.bool_]:
-        """[S] whether every rank has sent this step."""
-        return np.asarray((self.end > 0).all(axis=1))
-
 
 _Arrival = tuple[int, int, str, Point]  # key, rank, host
 
@@ -112,7 +107,6 @@ class Grid:
     def __init__(self, attempt: int, origin: int) -> None:
         self.attempt = attempt
         self.taken = 0  # steps of single ranks
-        self.duplicates = 0
         self._origin = origin
         self._ranks: tuple[int, ...] = ()
         self._hosts: dict[int, str] = {}
@@ -143,9 +137,7 @@ class Grid:
             key = max(self._newest.values(), default=0) // LAP * LAP + number
         else:
             key = newest - newest % LAP + number
-            if key <= newest:
-                self.duplicates += key == newest
-                key += LAP * (key < newest)
+            key += LAP * (key < newest)
         self._newest[rank] = key
         self.taken += 1
         self._pending.append((key, rank, host, point))

@@ -3,7 +3,8 @@
     trace = Trace(cluster)
     trace.add(points)                 # in the order (time, series), as Order releases them
     steps = trace.jobs["llama"].steps()
-    t, sent = trace.counter("n01", "net", "bytes_sent", interface="eth0")
+    for series in trace.series_of("net", "n01"):
+        t, sent = trace.samples(series, "bytes_sent")
 
 Only what WANTED names is kept of the devices, and of everything only the newest part, so that the trace of a job that
 runs for weeks is as large as that of one that ran an hour. A measurement that nobody wants costs one look-up a point.
@@ -150,10 +151,6 @@ class Job:
         """Steps of single ranks that this attempt has sent, those no longer kept included."""
         return self._grid.taken
 
-    @property
-    def duplicates(self) -> int:
-        return self._grid.duplicates
-
     def steps(self) -> Steps:
         """The newest attempt's steps (at most 2,000), good until the trace takes more points."""
         return self._grid.steps()
@@ -214,12 +211,6 @@ class Trace:
             return np.empty(0), np.empty(0)
         times, values = kept.numbers(name)
         return self.seconds(times), values
-
-    def counter(self, host: str, measurement: str, name: str, **tags: str) -> tuple[Floats, Numbers]:
-        """Samples of the first series (by key) of this host that carries these tags; empty where there is none."""
-        for series in self.series_of(measurement, host, **tags):
-            return self.samples(series, name)
-        return np.empty(0), np.empty(0)
 
     def latest(self, host: str, measurement: str, name: str, **tags: str) -> tuple[int, Value] | None:
         """Time (ns) and value of the newest point with this field; strings too, such as a rank's phase."""
