@@ -203,7 +203,7 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
     return Verdict(
         "unknown",
         None,
-        round(1 - min(max(case.probability for case in cases), SUREST), 3),
+        round(min(1 - max(case.probability for case in cases), SUREST), 3),
         place.loci if c.share(*first.claims) >= EXPLAINS else ("job",),
         "job",
         (),

@@ -234,6 +234,7 @@ def test_a_neighbour_from_the_first_step_is_no_misconfiguration() -> None:
     document = one(judge(job(None, Fault("neighbour", 0, 99, 1), seed=1, declared=DECLARED)[0])[0])
     assert document["cause"] == "unknown"
     assert "not in this job's connections" in document["text"]
+    assert document["confidence"] <= 0.98
     assert document["next"]
     assert "{" not in document["next"]
 
