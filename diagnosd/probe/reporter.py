@@ -99,6 +99,13 @@ class Reporter:
         if self.registered or not self.on:
             return
         self.registered, self._pid = True, os.getpid()
+        try:
+            self._introduce()
+        except Exception as error:  # no thread left, say: this is called in the middle of the script's own backward()
+            self.fault("registering", error)
+            self._last_words()
+
+    def _introduce(self) -> None:
         self.identify()
         atexit.register(self._finish)
         if "multiprocessing.util" in sys.modules:  # its children end without atexit
@@ -125,9 +132,12 @@ class Reporter:
         if not self.on:
             return
         self.on, self.thread, self.training = False, 0, 0
-        sys.stderr.write("diagnosd: the probe in process %d switched itself off: %s\n" % (os.getpid(), reason))
+        say("the probe in process %d switched itself off: %s" % (os.getpid(), reason))
         for put_back in self.at_off:
-            put_back()
+            try:
+                put_back()
+            except Exception as error:
+                say("%r was not put back: %r" % (put_back, error))
         self.notes.clear()
         if self.registered:
             self.event("telemetry_gap", "probe off: " + reason)
@@ -139,13 +149,23 @@ class Reporter:
         """At exit: the last step, whose end nothing followed, and what still waits."""
         if os.getpid() != self._pid:  # inherited by a fork
             return
-        self.notes.extend((Steps.end_of_pending, 0, clock(), ()))
-        self.play()
-        self.on, self.thread, self.training = False, 0, 0
-        self.overdue()
-        self.play()
-        self.sender.flush()
+        try:
+            self.notes.extend((Steps.end_of_pending, 0, clock(), ()))
+            self.play()
+            self.on, self.thread, self.training = False, 0, 0
+            self.overdue()
+        except Exception as error:
+            self.fault("at exit", error)
+        self._last_words()
         self.sender.close()
+
+    def _last_words(self) -> None:
+        """Where nobody comes later to send them."""
+        try:
+            self.play()
+            self.sender.flush()
+        except Exception as error:
+            say("the agent was not told: %r" % (error,))
 
     def _forked(self) -> None:
         """The child of a rank is none. The child of a launcher that forks its ranks may become one."""
@@ -222,6 +242,14 @@ class Reporter:
     def event(self, kind: str, text: str) -> None:
         tags = {"kind": kind, "subject": "rank:%d" % self.rank.rank}
         self.point("diagnosd_event", {"text": " ".join(text.split())[:1000]}, tags)
+
+
+def say(text: str) -> None:
+    """To whoever watches the job's output. Scripts close stderr, and some have none."""
+    try:
+        sys.stderr.write("diagnosd: %s\n" % text)
+    except Exception:  # there is nobody left to tell
+        return
 
 
 def wall(t: int) -> int:

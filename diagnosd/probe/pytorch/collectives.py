@@ -50,14 +50,8 @@ def patch(torch: Any, reporter: Reporter) -> None:
     for name, call in CALLS.items():
         if name != "all_reduce" and not hasattr(functions, name):
             continue  # this version has it under its other name
-        patching.put(reporter, functions, name, functools.partial(timed.collective, call))
-        patching.put(reporter, torch.distributed, name, functools.partial(_copy, getattr(functions, name)))
+        patching.put(reporter, functions, name, functools.partial(timed.collective, call), torch.distributed)
     patching.put(reporter, functions.Work, "wait", timed.wait)
-
-
-def _copy(timed: Any, _original: Any) -> Any:
-    """torch.distributed had copied the function's name before it was patched."""
-    return timed
 
 
 class _Collectives:

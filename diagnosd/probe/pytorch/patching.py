@@ -15,20 +15,25 @@ from diagnosd.probe.reporter import Reporter
 _codes: List[CodeType] = []
 
 
-def put(reporter: Reporter, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by what `make` makes of it, until the probe is off. AttributeError where there is none."""
+def put(reporter: Reporter, owner: Any, name: str, make: Callable[[Any], Any], *copies: Any) -> None:
+    """Replace `owner.name` by what `make` makes of it, until the probe is off. AttributeError where there is none.
+
+    `copies` are modules that took the name from the owner: they get the same object, so that it is one function by
+    whatever name and can be pickled.
+    """
     original = getattr(owner, name)
     if not callable(original):
         raise TypeError("%s is not callable" % name)
     wrapper = functools.wraps(original)(make(original))
-    setattr(owner, name, wrapper)
     untraced(wrapper)
+    for place in (owner, *(copy for copy in copies if getattr(copy, name, None) is original)):
+        setattr(place, name, wrapper)
+        reporter.at_off.append(functools.partial(_put_back, place, name, wrapper, original))
 
-    def put_back() -> None:
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
 
-    reporter.at_off.append(put_back)
+def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
+    if getattr(owner, name) is wrapper:
+        setattr(owner, name, original)
 
 
 def untraced(function: Any) -> None:

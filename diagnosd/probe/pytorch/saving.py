@@ -18,8 +18,7 @@ LATER = {
 
 def patch(torch: Any, reporter: Reporter, after: Dict[str, Callable[[ModuleType], None]]) -> None:
     make = functools.partial(_save, reporter)
-    patching.put(reporter, sys.modules["torch.serialization"], "save", make)
-    patching.put(reporter, torch, "save", make)
+    patching.put(reporter, sys.modules["torch.serialization"], "save", make, torch)
     for module in LATER:
         after[module] = functools.partial(_patch_later, reporter, make)
 

@@ -47,7 +47,10 @@ def _backward(reporter: Reporter, models: Models, device: Device, original: Any)
 
 
 def _hook_optimizers(reporter: Reporter, device: Device) -> None:
-    """By PyTorch's own global hooks, which every optimizer's step calls; no graph of Dynamo's contains them."""
+    """By PyTorch's own global hooks, which every optimizer's step calls; no graph of Dynamo's contains them.
+
+    They stay when the probe is off, and do nothing: PyTorch may be walking through its dictionary of hooks.
+    """
     note = reporter.notes.extend
 
     def begins(*_: Any) -> None:
@@ -68,7 +71,7 @@ def _hook_optimizers(reporter: Reporter, device: Device) -> None:
         (begins, module.register_optimizer_step_pre_hook),
         (ends, module.register_optimizer_step_post_hook),
     ):
-        reporter.at_off.append(register(hook).remove)
+        register(hook)
         patching.untraced(hook)
 
 
