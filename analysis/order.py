@@ -65,7 +65,6 @@ class Order:
     def __init__(self, lateness: int = LATENESS) -> None:
         self.watermark = 0  # ns
         self.late = 0  # points that came after their time was released: dropped
-        self.duplicates = 0  # points of the same series and time: united, the later value wins
         self.strays = 0  # points of hosts kept out, or with a time nobody else reached: dropped
         self._lateness = lateness
         self._floor = 0  # every bucket below it has been released
@@ -115,7 +114,7 @@ class Order:
             at = (time, series.key)
             first = bucket.setdefault(at, point)
             if first is not point:
-                bucket[at] = self._unite(first, point)
+                bucket[at] = Point(point.series, {**first.fields, **point.fields}, time)  # the later value wins
         # With many hosts, looking at all of them for each one's message would cost more than the points.
         if self._moves * MOVES_PER_LOOK < len(self._hosts) or not self._moves:
             return []
@@ -143,10 +142,6 @@ class Order:
             self._host_of.clear()
         self._host_of[series] = host
         return host
-
-    def _unite(self, old: Point, new: Point) -> Point:
-        self.duplicates += 1
-        return Point(new.series, {**old.fields, **new.fields}, new.time)
 
     def _advance(self) -> list[Point]:
         self._watch_silence()

@@ -38,7 +38,7 @@ COLUMNS = (
 )  # fmt: skip
 INSTANTS = ("sync_enter", "sync_exit")
 _PLACE = {name: place for place, name in enumerate((*COLUMNS, *INSTANTS))}
-_KIND, _CLOCK, _GROUP = range(3)
+_KIND, _CLOCK = range(2)
 _KIND_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(KINDS)}
 _CLOCK_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(CLOCKS)}
 
@@ -47,7 +47,7 @@ _CLOCK_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(
 class Steps:
     """A view of the steps so far, oldest first; S steps, R ranks. It is good until the trace takes more points.
 
-    `kind` and `clock` are codes into KINDS and CLOCKS, `sync_group` into `groups`; -1 where absent.
+    `kind` and `clock` are codes into KINDS and CLOCKS; -1 where absent.
     """
 
     attempt: int
@@ -55,9 +55,8 @@ class Steps:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     end: Ints  # [S,R] ns; 0 where a rank has not sent this step
-    groups: tuple[str, ...]
     _values: Floats  # [S,R,columns]
-    _codes: Codes  # [S,R,3]
+    _codes: Codes  # [S,R,2]
 
     def __len__(self) -> int:
         return len(self.number)
@@ -67,7 +66,7 @@ class Steps:
         ranks = tuple(self.ranks[column] for column in columns)
         hosts = tuple(self.hosts[column] for column in columns)
         values, codes = self._values[:, columns], self._codes[:, columns]
-        return Steps(self.attempt, self.number, ranks, hosts, self.end[:, columns], self.groups, values, codes)
+        return Steps(self.attempt, self.number, ranks, hosts, self.end[:, columns], values, codes)
 
     def column(self, name: str) -> Floats:
         """[S,R] in SI units, NaN where absent; sync_enter and sync_exit in seconds since the trace's origin."""
@@ -93,10 +92,6 @@ class Steps:
     def clock(self) -> Codes:
         return self._codes[..., _CLOCK]
 
-    @property
-    def sync_group(self) -> Codes:
-        return self._codes[..., _GROUP]
-
 
 _Arrival = tuple[int, int, str, Point]  # key, rank, host
 
@@ -110,15 +105,13 @@ class Grid:
         self._origin = origin
         self._ranks: tuple[int, ...] = ()
         self._hosts: dict[int, str] = {}
-        self._groups: list[str] = []
-        self._known: dict[tuple[Value | None, ...], tuple[int, int, int]] = {}
         self._column: dict[int, int] = {}  # of each rank
         self._row: dict[int, int] = {}  # of each key, those before _low included
         self._low = self._high = 0
         self._keys: Ints = np.empty(0, np.int64)
         self._end: Ints = np.empty((0, 0), np.int64)
         self._values: Floats = np.empty((0, 0, len(_PLACE)))
-        self._codes: Codes = np.empty((0, 0, 3), np.int8)
+        self._codes: Codes = np.empty((0, 0, 2), np.int8)
         self._newest: dict[int, int] = {}  # rank -> key of its newest step
         self._source: dict[int, int] = {}
         self._pending: list[_Arrival] = []
@@ -153,7 +146,6 @@ class Grid:
             self._ranks,
             hosts,
             self._end[rows],
-            tuple(self._groups),
             self._values[rows],
             self._codes[rows],
         )
@@ -178,8 +170,8 @@ class Grid:
     def _put(self, cells: tuple[Ints, Ints], points: list[Point]) -> None:
         fields = [point.fields for point in points]
         self._end[cells] = [point.time for point in points]
-        codes = chain.from_iterable(map(self._coded, fields))
-        self._codes[cells] = np.fromiter(codes, np.int8, 3 * len(fields)).reshape(-1, 3)
+        codes = chain.from_iterable(map(_coded, fields))
+        self._codes[cells] = np.fromiter(codes, np.int8, 2 * len(fields)).reshape(-1, 2)
         instants = block(fields, INSTANTS, np.dtype(np.int64), ABSENT)
         values = self._values[cells]
         values[:, : len(COLUMNS)] = block(fields, COLUMNS, np.dtype(np.float64), np.nan)
@@ -214,24 +206,11 @@ class Grid:
         self._keys[: len(keys)] = keys
         self._end = np.zeros((size, len(ranks)), np.int64)
         self._values = np.full((size, len(ranks), len(_PLACE)), np.nan)
-        self._codes = np.full((size, len(ranks), 3), -1, np.int8)
+        self._codes = np.full((size, len(ranks), 2), -1, np.int8)
         stay = [key for key in keys if key in old_row]
         old, new = [old_row[key] for key in stay], np.ix_([self._row[key] for key in stay], old_columns)
         self._end[new], self._values[new], self._codes[new] = old_end[old], old_values[old], old_codes[old]
 
-    def _coded(self, fields: dict[str, Value]) -> tuple[int, int, int]:
-        words = (fields.get("kind"), fields.get("clock"), fields.get("sync_group"))
-        codes = self._known.get(words)
-        if codes is None:
-            if len(self._known) > 1000:  # a job has few groups; names made up anew for each step are no reason to grow
-                self._known.clear()
-            kind, clock, group = words
-            code = -1 if group is None else self._group(str(group))
-            codes = self._known[words] = (_KIND_CODES.get(kind, -1), _CLOCK_CODES.get(clock, -1), code)
-        return codes
 
-    def _group(self, name: str) -> int:
-        """Its code; a job has few groups, the 128th and later share the last code."""
-        if name not in self._groups and len(self._groups) < np.iinfo(np.int8).max:
-            self._groups.append(name)
-        return self._groups.index(name) if name in self._groups else len(self._groups) - 1
+def _coded(fields: dict[str, Value]) -> tuple[int, int]:
+    return _KIND_CODES.get(fields.get("kind"), -1), _CLOCK_CODES.get(fields.get("clock"), -1)

@@ -86,7 +86,6 @@ def test_points_of_one_series_and_time_are_united_and_the_later_value_wins() -> 
     order = Order()
     order.feed([Point(series, {"a": 1, "b": 1}, START), Point(series, {"b": 2, "c": 2}, START)])
     assert order.finish() == [Point(series, {"a": 1, "b": 2, "c": 2}, START)]
-    assert order.duplicates == 1
 
 
 def test_the_watermark_never_runs_back() -> None:

@@ -91,11 +91,10 @@ def test_the_probe_is_believed_before_the_log() -> None:
 
 
 def test_synchronisation_is_in_seconds_since_the_origin() -> None:
-    points = [step(0, 0), step(1, 1, sync_enter=ns(0.25), sync_exit=ns(0.75), sync_group="world:0", kind="eval")]
+    points = [step(0, 0), step(1, 1, sync_enter=ns(0.25), sync_exit=ns(0.75), kind="eval")]
     seen = traced(points).jobs["j"].steps()
     assert seen.sync_enter[1, 0] == pytest.approx(0.25)
     assert seen.sync_exit[1, 0] == pytest.approx(0.75)
-    assert (seen.sync_group.tolist(), seen.groups) == ([[-1], [0]], ("world:0",))
     assert seen.kind.tolist() == [[-1], [steps.KINDS.index("eval")]]
 
 
