@@ -14,17 +14,18 @@ takes its time out of it. Nothing here blocks or raises, with or without an agen
 Standard library only, Python 3.8 and later.
 """
 
+import operator
 import os
-import sys
 from types import TracebackType
-from typing import Any, Optional, Type
+from typing import Any, Optional, Set, Type
 
-from diagnosd.probe.reporter import Reporter, clock, thread_id
+from diagnosd.probe.reporter import Reporter, clock, say, thread_id
 from diagnosd.probe.steps import COMM, DATA_WAIT, NAMES, Steps, Sync
 
 __all__ = ["live", "phase", "samples", "step", "tokens"]
 
 _PHASES = {name: number for number, name in enumerate(NAMES) if name != "other"}
+_MOST = 2**53  # a count that any reader of JSON takes exactly
 _reporter: Optional[Reporter] = None
 
 
@@ -38,19 +39,20 @@ def live() -> Reporter:
 
 def samples(count: int) -> None:
     """Add to the samples that this step processes."""
-    _note(Steps.add, clock(), count, 0)
+    _note(Steps.add, clock(), _count("samples", count), 0)
 
 
 def tokens(count: int) -> None:
     """Add to the tokens that this step processes."""
-    _note(Steps.add, clock(), 0, count)
+    _note(Steps.add, clock(), 0, _count("tokens", count))
 
 
 class step:  # noqa: N801 - reads as a statement: with probe.step():
     """One step of training. `number` is the framework's own where it has one; else steps are counted from 0."""
 
     def __init__(self, number: Optional[int] = None, *, samples: int = 0, tokens: int = 0) -> None:
-        self._number, self._samples, self._tokens = number, samples, tokens
+        self._number = None if number is None else _count("number", number, None)
+        self._samples, self._tokens = _count("samples", samples), _count("tokens", tokens)
 
     def __enter__(self) -> None:
         own = live()
@@ -72,9 +74,10 @@ class phase:  # noqa: N801
     """A phase of the step. `bytes` is what a collective moves: the largest of a step is compared between ranks."""
 
     def __init__(self, name: str, *, bytes: int = 0) -> None:  # noqa: A002
-        self._phase, self._bytes, self._entered = _PHASES.get(name), bytes, 0
+        self._phase = _PHASES.get(name) if isinstance(name, str) else None
+        self._bytes, self._entered = _count("bytes", bytes) or 0, 0
         if self._phase is None:
-            _complain(name)
+            _complain("phase", "%r is no phase; there are %s" % (name, ", ".join(_PHASES)))
         elif self._phase == DATA_WAIT:
             live().loader = "api"
 
@@ -99,11 +102,25 @@ def _note(method: Any, t: int, *arguments: Any) -> None:
         own.notes.extend((method, 0, t, arguments))
 
 
-_complained = False
+def _count(name: str, value: Any, otherwise: Optional[int] = 0) -> Any:
+    """A plain integer, of numpy too; `otherwise` for what is none, or is on a device: to ask would be to wait."""
+    if type(value) is int and 0 <= value < _MOST:
+        return value
+    try:
+        if getattr(value, "device", "cpu") in ("cpu", None) or value.device.type == "cpu":
+            count = int(operator.index(value))
+            if 0 <= count < _MOST:
+                return count
+    except Exception:
+        pass
+    _complain(name, "%s is a %s; an integer from 0 is wanted, on the host" % (name, type(value).__name__))
+    return otherwise
 
 
-def _complain(name: str) -> None:
-    global _complained
-    if not _complained:
-        _complained = True
-        sys.stderr.write("diagnosd: %r is no phase; there are %s\n" % (name, ", ".join(_PHASES)))
+_complained: Set[str] = set()
+
+
+def _complain(name: str, text: str) -> None:
+    if name not in _complained:
+        _complained.add(name)
+        say(text)

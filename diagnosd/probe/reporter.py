@@ -103,7 +103,7 @@ class Reporter:
             self._introduce()
         except Exception as error:  # no thread left, say: this is called in the middle of the script's own backward()
             self.fault("registering", error)
-            self._last_words()
+            self.last_words()
 
     def _introduce(self) -> None:
         self.identify()
@@ -156,10 +156,10 @@ class Reporter:
             self.overdue()
         except Exception as error:
             self.fault("at exit", error)
-        self._last_words()
+        self.last_words()
         self.sender.close()
 
-    def _last_words(self) -> None:
+    def last_words(self) -> None:
         """Where nobody comes later to send them."""
         try:
             self.play()

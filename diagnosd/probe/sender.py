@@ -73,7 +73,10 @@ class Sender:
 
     def _connect(self) -> None:
         self._tried = time.monotonic()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # the job has as many files open as it may
+            return
         connection.setblocking(False)
         try:
             connection.connect(self.path)
@@ -85,24 +88,34 @@ class Sender:
     def _say_hello(self, connection: socket.socket) -> None:
         self._skip_dropped()
         try:
-            connection.send(encode_hello(self._hello(self._number)))
+            connection.send(self._introduction())
             self._socket = connection
         except OSError:
             connection.close()
             self._socket = None
 
+    def _introduction(self) -> bytes:
+        hello = self._hello(self._number)
+        try:
+            return encode_hello(hello)
+        except Exception:  # who it is goes before what it is like: a thousand addresses do not fit
+            return encode_hello(hello._replace(fields={}))
+
     def _transmit(self, connection: socket.socket) -> bool:
         """Whether the oldest message is gone. One that cannot be encoded is a loss like any other."""
         self._skip_dropped()
         try:
-            connection.send(self._waiting[0](self._number))
-        except OSError as error:
-            if error.errno not in _AGAIN:
-                self._lose()
-            return False
-        except ValueError:
+            raw = self._waiting[0](self._number)
+        except Exception:  # one too long, or with a value that JSON does not know
             self.dropped += 1
             self._skipped += 1
+        else:
+            try:
+                connection.send(raw)
+            except OSError as error:
+                if error.errno not in _AGAIN:
+                    self._lose()
+                return False
         self._waiting.popleft()
         self._number += 1
         return True

@@ -41,8 +41,7 @@ class Watch(threading.Thread):
             self._go_on()
         except Exception as error:  # a thread of ours must not die with a traceback on the job's terminal
             self._reporter.fault("watching thread", error)
-            self._reporter.play()
-            self._reporter.sender.flush()
+            self._reporter.last_words()
 
     def _go_on(self) -> None:
         reporter, next_look = self._reporter, 0.0

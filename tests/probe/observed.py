@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import selectors
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,18 @@ from diagnosd.probe.message import Hello, Message, parse
 
 PATH = Path(__file__).parents[2] / "diagnosd/probe/path"
 SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """As if this process had as many files open as it may: the kernel refuses the next with EMFILE."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

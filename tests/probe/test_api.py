@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,24 +15,25 @@ from observed import SCRIPTS, Agent, Launch
 from diagnosd.probe.message import DEFAULT_SOCKET
 
 
-def python38() -> str:
+def pythons() -> list[str]:
+    """The one at hand, and 3.8, the oldest that the probe serves, where there is one: the others lie between."""
     found = [
         *map(str, Path("~/.pyenv/versions").expanduser().glob("3.8.*/bin/python")),
         shutil.which("python3.8") or "",
     ]
-    for path in found:
-        if path and not subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode:
-            return path
-    pytest.skip("no Python 3.8 here")
+    return [sys.executable, *itertools.islice(filter(_runs, found), 1)]
 
 
-@pytest.fixture(scope="module", params=["this Python", "Python 3.8"])
+def _runs(python: str) -> bool:
+    return bool(python) and not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode
+
+
+@pytest.fixture(scope="module", params=pythons())
 def run(
     request: pytest.FixtureRequest, start_agent: Callable[[], Agent], launch: Launch
 ) -> tuple[Agent, subprocess.CompletedProcess[str]]:
-    launcher = {} if request.param == "this Python" else {"launcher": [python38()]}
     agent = start_agent()
-    return agent, launch(agent, SCRIPTS / "api.py", 20, 0.005, **launcher)
+    return agent, launch(agent, SCRIPTS / "api.py", 20, 0.005, launcher=[request.param])
 
 
 def test_the_script_runs_as_without_us(run: tuple[Agent, subprocess.CompletedProcess[str]]) -> None:
@@ -121,6 +124,41 @@ def test_a_phase_that_is_none_is_complained_of_and_does_no_harm(launch: Launch, 
     done = launch(None, script)
     assert done.stdout == "in\nin\n"
     assert done.stderr.count("'fetch' is no phase") == 1
+
+
+COUNTED = """
+from diagnosd import probe
+class Count:
+    def __index__(self):
+        return 8
+class OnDevice(Count):
+    class device:
+        type = "cuda"
+    def __index__(self):
+        raise SystemExit("waited for the device")
+for step in range(2):
+    with probe.step(Count(), samples=Count(), tokens=object()), probe.phase("comm", bytes=OnDevice()):
+        probe.samples("three")
+        probe.tokens(OnDevice())
+        probe.samples(OnDevice())
+with probe.step(9, samples=Count()), probe.phase(["comm"]):
+    pass
+"""
+
+
+def test_a_count_may_be_of_any_integer_type_and_what_is_none_is_complained_of_once_and_left_out(
+    agent: Agent, launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(COUNTED)
+    done = launch(agent, tmp_path / "script.py")
+    assert done.returncode == 0
+    assert sorted(line.split()[1] for line in done.stderr.splitlines()) == ["['comm']", "bytes", "samples", "tokens"]
+    assert agent.hears(lambda agent: len(agent.steps()) == 3)
+    assert [(step["step"], step.get("samples"), step.get("tokens")) for step in agent.steps()] == [
+        (8, 8, None),
+        (8, 8, None),
+        (9, 8, None),
+    ]
 
 
 def test_the_scripts_own_errors_pass_through(launch: Launch, tmp_path: Path) -> None:

@@ -114,3 +114,22 @@ def test_what_was_patched_is_one_function_by_every_name_and_can_be_pickled(scrip
         "            found += 1\n"
         "assert found > 20, found\n"
     )
+
+
+@torch_is_here
+def test_a_model_that_nobody_needs_any_more_is_freed(script: Callable[..., str], tmp_path: Path) -> None:
+    said = script(
+        "import gc, weakref, torch\n"
+        "from diagnosd import probe\n"
+        f"torch.distributed.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "model(torch.randn(2, 4)).sum().backward()\n"
+        "model(torch.randn(2, 4))\n"
+        "assert probe.live().on\n"
+        "freed = weakref.ref(model)\n"
+        "del model\n"
+        "gc.collect()\n"
+        "assert freed() is None\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    assert "diagnosd" not in said

@@ -7,9 +7,10 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from observed import Agent
+from observed import Agent, no_more_files
 
 from diagnosd.probe import sender
 from diagnosd.probe.message import Hello, Message, Sequence, encode, parse
@@ -110,6 +111,40 @@ def test_a_message_that_cannot_be_written_is_a_loss_and_no_more(
     speaker.flush()
     assert agent.hears(lambda agent: told(agent.packets) == ["hello", 1, 2])
     assert [packet.number for packet in agent.packets] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("value", [object(), {1}, "long" * 4000])
+def test_a_message_with_a_value_that_json_does_not_know_or_too_long_is_a_loss_and_no_more(
+    start_agent: Callable[..., Agent], speaker: sender.Sender, tmp_path: Path, value: Any
+) -> None:
+    agent = start_agent(tmp_path / "probe.sock")
+    speaker.send(lambda number: encode(number, "diagnosd_step", {"step": value}, 5))
+    send(speaker, 2)
+    speaker.flush()
+    assert agent.hears(lambda agent: told(agent.packets) == ["hello", 2])
+    assert [packet.number for packet in agent.packets] == [0, 1]
+
+
+def test_a_rank_with_more_addresses_than_a_hello_holds_introduces_itself_without_them(
+    start_agent: Callable[..., Agent], tmp_path: Path
+) -> None:
+    agent = start_agent(tmp_path / "probe.sock")
+    crowded = {"addresses": ",".join(f"10.0.{i // 256}.{i % 256}" for i in range(2000))}
+    with contextlib.closing(sender.Sender(str(agent.path), lambda n: hello(n)._replace(fields=crowded))) as speaker:
+        send(speaker, 1)
+        speaker.flush()
+        assert agent.hears(lambda agent: told(agent.packets) == ["hello", 1])
+
+
+def test_where_no_file_can_be_opened_any_more_the_sender_waits(
+    start_agent: Callable[..., Agent], speaker: sender.Sender, tmp_path: Path
+) -> None:
+    agent = start_agent(tmp_path / "probe.sock")
+    send(speaker, 1)
+    with no_more_files():
+        speaker.flush()
+    reconnect(speaker)
+    assert agent.hears(lambda agent: told(agent.packets) == ["hello", 1])
 
 
 @pytest.mark.parametrize("path", ["absent/probe.sock", "file"])

@@ -57,7 +57,11 @@ class Device:
 
     def _meet(self, tensors: Any) -> None:
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-        self.kind = tensor.device.type if isinstance(tensor, self._torch.Tensor) else "cpu"
+        try:
+            self.kind = tensor.device.type if isinstance(tensor, self._torch.Tensor) else "cpu"
+        except Exception as error:
+            self.kind = "cpu"
+            self._reporter.fault("a device of unknown shape", error)
         self.active = self.kind == "cuda"
         if self.kind != "cpu":
             self._reporter.device = self.kind

@@ -112,11 +112,13 @@ class Models:
         self._reporter = reporter
         self._functions = sys.modules.get("torch.distributed.distributed_c10d")
         self._known: Dict[int, _Model] = {}
-        self.pending: Deque[Any] = deque(maxlen=PENDING)
+        # Weak: the last forward of a run has no backward, and the model is the script's to free.
+        self.pending: Deque["weakref.ref[Any]"] = deque(maxlen=PENDING)
         reporter.at_off.append(self._leave)
 
     def _leave(self) -> None:
-        for model in self._known.values():
+        self.pending.clear()
+        for model in list(self._known.values()):
             model.leave()
 
     def communication(self, began: int) -> Tuple[Optional[Sync], bool]:
@@ -125,7 +127,9 @@ class Models:
         timed = True
         try:
             while self.pending:
-                module = self.pending.popleft()
+                module = self.pending.popleft()()
+                if module is None:
+                    continue
                 model = self._known.get(id(module))
                 if model is None or model.module() is not module:
                     model = self._known[id(module)] = self._meet(module)
@@ -140,6 +144,7 @@ class Models:
         return largest if timed else None, timed
 
     def _meet(self, module: Any) -> _Model:
+        self._known = {key: model for key, model in self._known.items() if model.module() is not None}
         return _Model(module, groups.name(self._functions, module.process_group))
 
 
@@ -165,7 +170,7 @@ def _forward(torch: Any, reporter: Reporter, models: Models, device: Device, ori
         if device.active:
             device.passes(None, FORWARD)
         if module.require_backward_grad_sync:  # not under no_sync()
-            reduced(module)
+            reduced(weakref.ref(module))
         try:
             return original(module, *inputs, **kwargs)
         finally:
