@@ -60,7 +60,7 @@ class Reporter:
         self.step_ns = 0  # a typical step, once 100 are over
         self.device = ""  # the kind of device that runs the model on its own clock, "" for the host
         self.loader = "none"
-        self.workers: Dict[int, Tuple[int, ...]] = {}  # pids of the workers of each loader
+        self.workers: Dict[int, Tuple[int, ...]] = {}  # pids of the workers, by the id of what iterates
         self.collective: Tuple[str, int] = ("", 0)  # group and count of the last one entered
         self.tell: Callable[[Told, Step], None] = self._tell
         self.overdue: Callable[[], None] = lambda: None

@@ -50,7 +50,10 @@ class Peers:
 
     def read(self) -> Dict[str, Fields]:
         """Fields of `diagnosd_socket` for each of the peers with the longest send queue or rtt, and of the rest."""
-        now = {connection.inode: connection for connection in self._connections()}
+        try:
+            now = {connection.inode: connection for connection in self._connections()}
+        except OSError:  # no file may be opened, so the folder of them cannot be read: they are there all the same
+            return {}
         for inode, gone in self._known.items():
             if inode not in now:
                 before = self._closed.get(gone.peer, (0, 0, 0))

@@ -22,6 +22,7 @@ DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, COMM, CHECKPOINT, EVAL, BLOCKED, O
 NAMES = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm", "checkpoint", "eval", "blocked", "other")
 
 FETCHES_WITHOUT_OPTIMIZER = 3
+MARKS = 4096  # kept of a step: an inference of a million copies to a device may lie between two updates
 EAGER_AFTER = 3  # steps: by then a second optimizer would have shown itself
 _INNER = (COMM, H2D, BLOCKED)  # inside a checkpoint or an evaluation these are parts of it
 
@@ -73,6 +74,30 @@ class Part:
         self.marks: List[Any] = []
         self.compiled = False
 
+    def join(self, later: "Part") -> None:
+        """What follows belongs to the same step: an inference of a million batches is one stretch, not a million."""
+        self.spent = [a + b for a, b in zip(self.spent, later.spent)]  # noqa: B905 - Python 3.8 knows no strict
+        self.split = self.split and later.split
+        self.stepped |= later.stepped
+        self.samples += later.samples
+        self.tokens += later.tokens
+        self.queue = self.queue if self.queue is not None else later.queue
+        self.synced(later.sync)
+        self.compiled = self.compiled or later.compiled
+        for mark in later.marks:
+            self.marked(mark)
+
+    def synced(self, sync: Optional[Sync]) -> None:
+        """Keep the largest collective of the step; of equals the last, so that all ranks keep the same one."""
+        if sync is not None and (self.sync is None or sync.bytes >= self.sync.bytes):
+            self.sync = sync
+
+    def marked(self, mark: Any) -> None:
+        """Beyond MARKS the last makes room for the next: where the step began and where it ended stay known."""
+        if len(self.marks) >= MARKS:
+            self.marks.pop()
+        self.marks.append(mark)
+
 
 class Step(NamedTuple):
     """A step that is over. `spent` is indexed by phase and sums to `duration`; `marks` are the caller's."""
@@ -100,7 +125,6 @@ class Steps:
         self.entered = 0  # when the innermost call began
         self.used = [False] * 11  # phases that this process has ever been in
         self.explicit = False  # the script says itself where a step ends
-        self.rooted = False  # forward is timed by the module that wraps the model
         self._over = over
         self._began: Optional[int] = None
         self._stack: List[int] = []
@@ -180,7 +204,7 @@ class Steps:
         self.add(t, samples, tokens)
         if self._part.queue is None:
             self._part.queue = queue
-        if not self._stack and not self.rooted:
+        if not self._stack:
             self._rest(LOOSE, t)
 
     def forward_begins(self, t: int) -> None:
@@ -218,20 +242,15 @@ class Steps:
             spent[BACKWARD] -= exposed
             spent[COMM] += exposed
             self.used[COMM] = True
-            self._synced(sync)
+            self._part.synced(sync)
         if not self._stack and self._part.stepped:  # the optimizer ran inside the backward
             self._updated(t)
 
     def collective_ends(self, t: int, sync: Optional[Sync]) -> None:
         """What `enter` with COMM began; `sync` is None for one that moved nothing, or was only issued."""
-        if sync is not None and self.phase == COMM:  # not a part of a checkpoint or an evaluation
-            self._synced(sync)
+        if self.phase == COMM:  # not a part of a checkpoint or an evaluation
+            self._part.synced(sync)
         self.leave(t)
-
-    def _synced(self, sync: Sync) -> None:
-        """Keep the largest collective of the step; of equals the last, so that all ranks keep the same one."""
-        if self._part.sync is None or sync.bytes >= self._part.sync.bytes:
-            self._part.sync = sync
 
     def optimizer_begins(self, t: int) -> None:
         self._start(t)
@@ -278,7 +297,7 @@ class Steps:
 
     def mark(self, _t: int, mark: Any) -> None:
         """Something of the caller's that belongs to this step."""
-        self._part.marks.append(mark)
+        self._part.marked(mark)
 
     def compiled(self, _t: int) -> None:
         """A graph was compiled in this step."""
@@ -349,7 +368,10 @@ class Steps:
             part.spent[OTHER] += part.spent[EVAL]
             part.spent[EVAL] = 0
         self._unclaimed(part)
-        self._parts.append(part)
+        if len(self._parts) > self._last:
+            self._parts[-1].join(part)
+        else:
+            self._parts.append(part)
         self._part = Part()
 
     def _is_evaluation(self, part: Part) -> bool:

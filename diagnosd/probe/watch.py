@@ -6,7 +6,7 @@ lock that the training thread waits for.
 
 import threading
 import time
-from typing import Dict, List
+from typing import Any, Callable, Dict, List, Set
 
 from diagnosd.probe import process
 from diagnosd.probe.message import Value
@@ -35,6 +35,7 @@ class Watch(threading.Thread):
         self._every = OBSERVE_SECONDS[0]
         self._shown = 0  # when the phase began whose stack was shown
         self._told = self._tells()
+        self._unread: Set[str] = set()  # sources that failed, told once
 
     def run(self) -> None:
         try:
@@ -64,16 +65,29 @@ class Watch(threading.Thread):
 
     def _look(self) -> None:
         began = time.thread_time()
-        fields, self._usage = process.rank_process("/proc", self._main, self._worker_pids(), self._usage)
-        fields["gc_seconds"] = round(self._collections.seconds, 6)
-        fields.update(self._whereabouts())
-        self._reporter.point("diagnosd_process", fields)
-        for peer, counters in self._peers.read().items():
+        fields = {**self._read("the process", self._resources), **self._read("the phase", self._whereabouts)}
+        if fields:
+            self._reporter.point("diagnosd_process", fields)
+        for peer, counters in self._read("the connections", self._peers.read).items():
             self._reporter.point("diagnosd_socket", counters, {"peer": peer})
         if self._peers.addresses:
             self._reporter.facts["addresses"] = ",".join(sorted(self._peers.addresses))
         wanted = (time.thread_time() - began) / OBSERVE_SHARE
         self._every = min(max(wanted, OBSERVE_SECONDS[0]), OBSERVE_SECONDS[1])
+
+    def _read(self, what: str, source: Callable[[], Dict[str, Any]]) -> Dict[str, Any]:
+        """Nothing where it fails: one odd file never takes the other sources with it, least of all the steps."""
+        try:
+            return source()
+        except Exception as error:
+            if what not in self._unread:
+                self._unread.add(what)
+                self._reporter.event("telemetry_gap", "%s cannot be read: %r" % (what, error))
+            return {}
+
+    def _resources(self) -> Dict[str, Value]:
+        fields, self._usage = process.rank_process("/proc", self._main, self._worker_pids(), self._usage)
+        return {**fields, "gc_seconds": round(self._collections.seconds, 6)}
 
     def _worker_pids(self) -> List[int]:
         return [pid for pids in list(self._reporter.workers.values()) for pid in pids]

@@ -16,6 +16,7 @@ from diagnosd.probe.steps import (
     DATA_WAIT,
     EVAL,
     FORWARD,
+    MARKS,
     OPTIMIZER,
     OTHER,
     Queue,
@@ -49,7 +50,6 @@ class Loop:
 
     def forward(self, ns: int = 20) -> None:
         if self.ddp:
-            self.steps.rooted = True
             self.steps.forward_begins(self.now)
             self.steps.forward_ends(self.spend(ns))
         else:
@@ -253,6 +253,23 @@ def test_an_evaluation_by_its_loader_is_one_and_leaves_the_next_step_whole(loop:
     assert [step.spent[EVAL] for step in steps] == [0, 0, 0, 0, 4 * 70 + 1, 0]
     assert [step.samples for step in steps] == [8] * 6
     assert [step.spent[DATA_WAIT] for step in steps] == [10] * 6
+
+
+@pytest.mark.parametrize("loader", ["validation", "train"])
+def test_a_long_inference_after_training_takes_no_more_memory_than_a_short_one(loop: Loop, loader: str) -> None:
+    for _ in range(5):
+        loop.train()
+    told = len(loop.over)
+    for _ in range(20_000):
+        loop.fetch(loader=loader)
+        loop.steps.mark(loop.now, "copy")
+        loop.spend(7)
+    assert len(loop.steps._parts) <= 1
+    assert sum(len(part.marks) for part in [*loop.steps._parts, loop.steps._part]) <= 2 * MARKS
+    loop.train()
+    step = loop.done()[told]
+    assert sum(step.spent) == step.duration >= 20_000 * 17
+    assert step.spent[EVAL] == (20_000 * 17 if loader == "validation" else 0)
 
 
 def test_the_end_of_an_epoch_is_a_wait_and_no_evaluation(loop: Loop) -> None:

@@ -133,3 +133,31 @@ def test_a_model_that_nobody_needs_any_more_is_freed(script: Callable[..., str],
         "torch.distributed.destroy_process_group()\n"
     )
     assert "diagnosd" not in said
+
+
+@torch_is_here
+def test_of_a_loader_that_is_gone_nothing_is_kept_and_no_other_is_taken_for_it(script: Callable[..., str]) -> None:
+    said = script(
+        "import torch\n"
+        "from diagnosd import probe\n"
+        "from torch.utils.data import DataLoader\n"
+        "def numbers():\n"
+        "    'Of the loaders in the order of their fetches; nobody takes notes of a process that does not train.'\n"
+        "    notes = list(probe.live().notes)\n"
+        "    probe.live().notes.clear()\n"
+        "    kept = [notes[i + 3] for i in range(0, len(notes), 4) if notes[i].__name__ == 'fetch_begins']\n"
+        "    return [number for number, in kept]\n"
+        "for _ in range(20):\n"
+        "    list(DataLoader([1.0]))\n"
+        "first = numbers()\n"
+        "assert len(first) == 40 and len(set(first)) == 20, first\n"
+        "lasting = DataLoader([1.0])\n"
+        "list(lasting), list(lasting)\n"
+        "assert len(set(numbers())) == 1\n"
+        "if __name__ == '__main__':\n"
+        "    lasting = DataLoader([1.0], num_workers=1)\n"
+        "    for _ in lasting:\n"
+        "        assert len([pid for pids in probe.live().workers.values() for pid in pids]) == 1\n"
+        "    assert not probe.live().workers\n"
+    )
+    assert "diagnosd" not in said

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from observed import no_more_files
+
 from diagnosd.probe.sockets import NAMED_PEERS, Peers
 
 
@@ -55,6 +57,17 @@ def test_counters_do_not_fall_when_a_connection_is_closed() -> None:
         client.sendall(b"x" * 500)
         server.recv(500, socket.MSG_WAITALL)
         assert peers.read()["127.0.0.8"]["bytes_sent"] == 1500
+
+
+def test_a_look_at_which_no_file_can_be_opened_takes_no_connection_for_closed() -> None:
+    peers = Peers()
+    with connections("127.0.0.8") as [(client, server)]:
+        client.sendall(b"x" * 1000)
+        server.recv(1000, socket.MSG_WAITALL)
+        peers.read()
+        with no_more_files():
+            assert peers.read() == {}
+        assert peers.read()["127.0.0.8"]["bytes_sent"] == 1000
 
 
 def test_beyond_four_peers_the_rest_is_summed_as_other() -> None:

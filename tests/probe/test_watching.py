@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from observed import Agent
+from observed import Agent, no_more_files
 
 from diagnosd.probe.reporter import Reporter, clock
+from diagnosd.probe.sockets import Fields, Peers
 from diagnosd.probe.steps import BACKWARD, COMM, Steps
 from diagnosd.probe.watch import HANG_SECONDS, HANG_STEPS, Watch
 
@@ -29,6 +31,10 @@ def looks(reporter: Reporter, agent: Agent, *, times: int = 1, hang_seconds: flo
     for _ in range(times):
         reporter.play()
         watch._look()
+    return told(reporter, agent, times)
+
+
+def told(reporter: Reporter, agent: Agent, times: int = 1) -> list[Any]:
     reporter.play()
     reporter.sender.flush()
     assert agent.hears(lambda agent: len(agent.points("diagnosd_process")) == times)
@@ -55,6 +61,44 @@ def test_a_phase_that_lasts_too_long_shows_its_stack_once(reporter: Reporter, ag
     first, second = looks(reporter, agent, times=2, hang_seconds=0.5)
     assert "test_a_phase_that_lasts_too_long_shows_its_stack_once test_watching.py:" in first["stack"]
     assert "stack" not in second
+
+
+def test_a_look_at_which_no_file_can_be_opened_tells_what_needs_none(reporter: Reporter, agent: Agent) -> None:
+    watch = Watch(reporter, main=threading.get_native_id())
+    with no_more_files():
+        watch._look()
+    (fields,) = told(reporter, agent)
+    assert set(fields) == {"gc_seconds"}
+    assert reporter.on
+
+
+def test_a_thread_may_have_a_name_that_is_no_text(reporter: Reporter, agent: Agent) -> None:
+    name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    usual = name.read_bytes()
+    name.write_bytes(b"\xff\xfe")
+    try:
+        (fields,) = looks(reporter, agent)
+    finally:
+        name.write_bytes(usual)
+    assert "rss" in fields
+
+
+class Odd(Peers):
+    """As on a machine that we know nothing of."""
+
+    def read(self) -> dict[str, Fields]:
+        raise KeyError("tcp_info")
+
+
+def test_a_source_that_fails_takes_no_other_with_it_and_is_told_once(reporter: Reporter, agent: Agent) -> None:
+    watch = Watch(reporter, main=threading.get_native_id())
+    watch._peers = Odd()
+    watch._look()
+    watch._look()
+    assert all("rss" in fields for fields in told(reporter, agent, times=2))
+    (event,) = agent.points("diagnosd_event")
+    assert "the connections cannot be read: KeyError('tcp_info')" in str(event.fields["text"])
+    assert reporter.on
 
 
 @pytest.mark.parametrize(

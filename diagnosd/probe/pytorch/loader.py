@@ -1,8 +1,10 @@
 """torch.utils.data.DataLoader: how long the step waited for a batch, how large it was, and how full the queue was."""
 
 import functools
+import itertools
 import sys
-from typing import Any, Optional, Tuple
+import weakref
+from typing import Any, Dict, Optional, Tuple
 
 from diagnosd.probe.pytorch import patching
 from diagnosd.probe.pytorch.cuda import FORWARD, Device
@@ -15,12 +17,33 @@ _INLINE = Queue(None, 0, 0)  # without workers the process that trains loads, an
 
 def patch(torch: Any, reporter: Reporter, device: Device) -> None:
     module: Any = sys.modules["torch.utils.data.dataloader"]
-    make = functools.partial(_fetch, torch, reporter, device)
+    loaders = _Loaders()
+    make = functools.partial(_fetch, torch, reporter, device, loaders.fetching.get)
     patching.put(reporter, module._BaseDataLoaderIter, "__next__", make)
-    patching.put(reporter, module.DataLoader, "__iter__", functools.partial(_start, reporter))
+    patching.put(reporter, module.DataLoader, "__iter__", functools.partial(_start, reporter, loaders))
 
 
-def _fetch(torch: Any, reporter: Reporter, device: Device, original: Any) -> Any:
+class _Loaders:
+    """Loaders by number, the same in every epoch. An id comes again when its object is gone, a number never."""
+
+    def __init__(self) -> None:
+        self.fetching: Dict[int, int] = {}  # numbers by the id of an epoch's iterator
+        self._numbers: Dict[int, int] = {}  # by the id of the loader
+        self._count = itertools.count()
+
+    def starts(self, loader: Any, batches: Any) -> None:
+        _keep(self._numbers, loader, next(self._count))
+        _keep(self.fetching, batches, self._numbers[id(loader)])
+
+
+def _keep(table: Dict[int, Any], thing: Any, value: Any) -> None:
+    """Under its id, as long as it lives."""
+    if id(thing) not in table:
+        table[id(thing)] = value
+        weakref.finalize(thing, table.pop, id(thing), None).atexit = False
+
+
+def _fetch(torch: Any, reporter: Reporter, device: Device, number: Any, original: Any) -> Any:
     note, tensor = reporter.notes.extend, torch.Tensor
     begins, ends = Steps.fetch_begins, Steps.fetch_ends  # one look-up less where each is cold
 
@@ -30,7 +53,7 @@ def _fetch(torch: Any, reporter: Reporter, device: Device, original: Any) -> Any
         t, asked = clock(), None
         try:
             asked = _ask(batches) if batches._num_workers else None
-            note((begins, clock() - t if asked else 0, t, (id(batches._index_sampler),)))
+            note((begins, clock() - t if asked else 0, t, (number(id(batches), id(batches)),)))
         except Exception as error:
             reporter.fault("a loader of unknown shape", error)
             return original(batches)
@@ -56,7 +79,7 @@ def _fetch(torch: Any, reporter: Reporter, device: Device, original: Any) -> Any
     return __next__
 
 
-def _start(reporter: Reporter, original: Any) -> Any:
+def _start(reporter: Reporter, loaders: _Loaders, original: Any) -> Any:
     """Workers are started here: seconds, at each epoch, where they do not persist."""
     note = reporter.notes.extend
 
@@ -69,8 +92,12 @@ def _start(reporter: Reporter, original: Any) -> Any:
             batches = original(loader)
         finally:
             note((Steps.leave, 0, clock(), ()))
-        workers = getattr(batches, "_workers", ())
-        reporter.workers[id(loader)] = tuple(worker.pid for worker in workers)
+        try:
+            loaders.starts(loader, batches)
+            workers = tuple(worker.pid for worker in getattr(batches, "_workers", ()))
+            _keep(reporter.workers, batches, workers)  # they end with it; later their pids may be a stranger's
+        except Exception as error:
+            reporter.fault("a loader's iterator of unknown shape", error)
         return batches
 
     return __iter__
