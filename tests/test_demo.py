@@ -56,6 +56,6 @@ def test_the_live_job_ends_well_and_its_verdict_is_starvation_of_the_whole_job(
 def test_the_verdict_is_told_while_the_job_runs_and_when_it_ends(
     lived: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
-    changes, _, verdict = lived[0].stderr.partition("\nData starvation (")
-    assert changes.startswith("diagnosd: confirmed: Data starvation (")
+    changes, _, verdict = lived[0].stderr.partition("\nData starvation")
+    assert changes.startswith("diagnosd: confirmed: Data starvation")
     assert verdict
