@@ -29,6 +29,7 @@ from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_th
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.point import Point
+from diagnosd.probe.identity import is_off
 from diagnosd.recording import RecordingError, read
 
 log = logging.getLogger("diagnosd.run")
@@ -304,7 +305,7 @@ def _silence(verdicts: Verdicts, end: str, environ: Mapping[str, str]) -> str:
     if "diagnosd_rank" in verdicts.measurements:
         gaps = [gap["text"] for job in verdicts.summary.get("jobs", {}).values() for gap in job.get("gaps", ())]
         return said + (f"{end}; {gaps[0]}" if gaps else f"{end} before the first one was over.")
-    if environ.get("DIAGNOSD", "").lower() in ("off", "0", "no", "false"):
+    if is_off(environ):
         return f"{said}DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
     return (
         f"{said}{end}, and nothing in it trained with PyTorch where the probe could see it (python -I and -E, sudo and"

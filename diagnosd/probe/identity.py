@@ -9,6 +9,7 @@ import socket
 from typing import Mapping, NamedTuple, Optional
 
 _NO_STEP = 0xFFFFFFF0  # Slurm's batch, extern and interactive steps carry numbers from here on: they are no steps
+OFF = ("off", "0", "no", "false")
 _PODINFO = "/etc/podinfo/labels"  # where the Kubernetes documentation mounts a pod's labels (downward API)
 
 
@@ -75,9 +76,9 @@ def attempt_of(environ: Mapping[str, str]) -> Optional[int]:
     return sum(known) if known else None
 
 
-def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process was started as part of a job that is to be observed."""
-    return any(environ.get(key) for key in ("RANK", "SLURM_PROCID", "DIAGNOSD_JOB"))
+def is_off(environ: Mapping[str, str]) -> bool:
+    """Whether DIAGNOSD says that this process is not to be observed."""
+    return environ.get("DIAGNOSD", "").lower() in OFF
 
 
 def _slurm(environ: Mapping[str, str]) -> str:

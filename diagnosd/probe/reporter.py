@@ -16,18 +16,19 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from diagnosd.probe import identity
 from diagnosd.probe.message import DEFAULT_SOCKET, Hello, Value, encode
 from diagnosd.probe.sender import Sender
 from diagnosd.probe.steps import BACKWARD, COMM, DATA_WAIT, FORWARD, NAMES, OPTIMIZER, Step, Steps
 
-# Of a step's time, what the probe may take from the training thread: 200 us of 50 ms. Judged over 100 steps without the
-# five dearest, in which the thread may have lost its core while it was in our code.
+# Of a step's time, what the probe may take from the training thread: 200 us of 50 ms. Judged over 100 steps by what a
+# step usually costs: on a busy machine the thread loses its core for milliseconds, and in some steps while it is in our
+# code. (A clock of the thread's own CPU time would not count that, but is a system call: 600 ns against 90.)
 OWN_SHARE = 0.004
 OWN_STEPS = 100
-OWN_SPARED = 5
+OWN_SPARED = 5  # durations, of the longest steps: a checkpoint hides no cost
 NOTES = 40_000  # entries, of some 32 a step: a process that never registers has nobody who takes them
 COLD = 3  # times what a note takes in a loop, it takes between two steps' arithmetic: 17 us for 6 were seen
 
@@ -35,7 +36,6 @@ _TOLD_AS_ZERO = (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, COMM)  # once the proc
 _HOST_ONLY = ("data_wait", "checkpoint", "eval", "blocked")  # all that the host's clock may say beside a device's
 _NOT_SPLIT = ("backward", "comm", "other")  # unknown where a backward is not known apart from its communication
 _ENVIRONMENT = ("NCCL_", "TORCH_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")  # beginnings of names
-_OFF = ("off", "0", "no", "false")
 
 clock = time.perf_counter_ns
 thread_id = threading.get_ident
@@ -50,7 +50,7 @@ class Reporter:
     """Of this process. Registers with the agent when training shows, never before."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.on = environ.get("DIAGNOSD", "").lower() not in _OFF
+        self.on = not identity.is_off(environ)
         self.registered = False
         self.thread = threading.main_thread().ident if self.on else 0  # the one whose time is accounted; 0 for none
         self.notes: Deque[Any] = deque(maxlen=NOTES)
@@ -65,11 +65,13 @@ class Reporter:
         self.tell: Callable[[Told, Step], None] = self._tell
         self.overdue: Callable[[], None] = lambda: None
         self.facts: Dict[str, Value] = {}  # more fields of diagnosd_rank
+        self.groups: Dict[str, Dict[str, Value]] = {}  # fields of each diagnosd_group
         self.rank = identity.rank_of(environ)
         self.sender = Sender(environ.get("DIAGNOSD_SOCKET") or DEFAULT_SOCKET, self._hello)
         self.at_register: List[Callable[[], None]] = []
         self.at_off: List[Callable[[], None]] = []  # what was patched is put back
         self.costs: List[int] = []  # of the last steps, ns of the training thread
+        self._timed: List[bool] = []  # whether DDP took stock in these, which is dear and not done in every step
         self._cost = 0
         self._note_ns = 0
         self._durations: List[int] = []
@@ -173,6 +175,7 @@ class Reporter:
         self.sender = Sender(self.sender.path, self._hello)
         self.notes.clear()
         self.points.clear()
+        self.groups.clear()
         self.steps = Steps(self._step_over)
         self.on = self.on and not self.registered
         self.thread = thread_id() if self.on else 0
@@ -200,6 +203,7 @@ class Reporter:
     def _step_over(self, step: Step) -> None:
         self.tell(functools.partial(self._step_message, step), step)
         self.costs.append(self._cost)
+        self._timed.append(step.split)
         self._durations.append(step.duration)
         self._cost = 0
         if len(self._durations) == OWN_STEPS:
@@ -220,10 +224,10 @@ class Reporter:
         return encode(number, "diagnosd_step", fields, wall(step.end), {"source": "probe"})
 
     def _judge_cost(self) -> None:
-        costs, durations = sorted(self.costs[-OWN_STEPS:]), sorted(self._durations)
-        self.costs, self._durations = [], []
+        durations = sorted(self._durations)
         self.step_ns = durations[len(durations) // 2]
-        share = sum(costs[:-OWN_SPARED]) / max(1, sum(durations[:-OWN_SPARED]))
+        share = usual_cost(self.costs, self._timed) / max(1, sum(durations[:-OWN_SPARED]) / (OWN_STEPS - OWN_SPARED))
+        self.costs, self._durations, self._timed = [], [], []
         if self.own_share is not None and share > self.own_share:
             told = (100 * share, 100 * self.own_share, self.step_ns * 1e-6)
             self.off("it took %.1f %% of the time, more than %.1f %%, of steps of %.2f ms" % told)
@@ -231,6 +235,7 @@ class Reporter:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _hello(self, number: int) -> Hello:
+        self.tell_groups()  # an agent that is new knows none
         rank, world, local_rank, attempt = self.rank
         fields = dict(self.facts, loader=self.loader)
         return Hello(number, self._job, rank, world, local_rank, attempt, os.getpid(), fields, time.time_ns())
@@ -238,6 +243,15 @@ class Reporter:
     def point(self, measurement: str, fields: Mapping[str, Value], tags: Optional[Mapping[str, str]] = None) -> None:
         """A point of now. From any thread."""
         self.points.append(functools.partial(_encoded, measurement, fields, time.time_ns(), tags))
+
+    def group(self, name: str, fields: Dict[str, Value]) -> None:
+        """A process group that this rank is in has been met."""
+        self.groups[name] = fields
+        self.point("diagnosd_group", fields, {"group": name})
+
+    def tell_groups(self) -> None:
+        for name, fields in list(self.groups.items()):
+            self.point("diagnosd_group", fields, {"group": name})
 
     def event(self, kind: str, text: str) -> None:
         tags = {"kind": kind, "subject": "rank:%d" % self.rank.rank}
@@ -276,6 +290,15 @@ def step_fields(step: Step, used: List[bool], asynchronous: bool) -> Dict[str, V
     return fields
 
 
+def usual_cost(costs: Sequence[int], timed: Sequence[bool]) -> float:
+    """A step's, in ns: of each of the two kinds of steps the median, by how many there are."""
+    total = 0
+    for kind in (False, True):
+        ours = sorted(cost for cost, of_kind in zip(costs, timed) if of_kind == kind)  # noqa: B905 - Python 3.8
+        total += len(ours) * ours[len(ours) // 2] if ours else 0
+    return total / max(1, len(costs))
+
+
 def seconds(ns: int) -> float:
     return round(ns * 1e-9, 9)
 
@@ -287,13 +310,16 @@ def _encoded(
 
 
 def _note_ns() -> int:
-    """What a note takes in a loop."""
+    """What a note takes in a loop: the fastest of five, for the others may have lost the core."""
     notes: Deque[Any] = deque()
-    thread, began = thread_id(), clock()
-    for _ in range(200):
-        if thread == thread_id():
-            notes.extend((Steps.leave, 0, clock(), ()))
-    return (clock() - began) // 200
+    thread, taken = thread_id(), []
+    for _ in range(5):
+        began = clock()
+        for _ in range(40):
+            if thread == thread_id():
+                notes.extend((Steps.leave, 0, clock(), ()))
+        taken.append((clock() - began) // 40)
+    return min(taken)
 
 
 def _environment(environ: Mapping[str, str]) -> str:

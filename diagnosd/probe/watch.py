@@ -17,6 +17,7 @@ from diagnosd.probe.steps import COMM, NAMES, OTHER
 ROUND_SECONDS = 0.1
 OBSERVE_SECONDS = (2.0, 5.0)
 OBSERVE_SHARE = 0.001  # of one core, for what is read; a dearer look is taken less often, up to the 5 s
+STATE_SECONDS = 60.0  # the contract's, for what changes seldom
 HANG_SECONDS = 60.0  # a phase that lasts longer than this, and than HANG_STEPS steps, shows its stack
 HANG_STEPS = 10
 
@@ -45,7 +46,7 @@ class Watch(threading.Thread):
             self._reporter.last_words()
 
     def _go_on(self) -> None:
-        reporter, next_look = self._reporter, 0.0
+        reporter, next_look, next_state = self._reporter, 0.0, time.monotonic() + STATE_SECONDS
         while True:
             reporter.overdue()
             if time.monotonic() >= next_look:
@@ -56,6 +57,9 @@ class Watch(threading.Thread):
             if tells != self._told:  # a loader, an address or a layout was found after the hello
                 self._told = tells
                 reporter.sender.introduce()
+            if time.monotonic() >= next_state:
+                next_state = time.monotonic() + STATE_SECONDS
+                reporter.tell_groups()
             reporter.sender.flush()
             time.sleep(ROUND_SECONDS)
 

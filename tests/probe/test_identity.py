@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnosd.probe.identity import Rank, attempt_of, boot_id, is_rank, job_name, launcher_pid, rank_of
+from diagnosd.probe.identity import Rank, attempt_of, boot_id, job_name, launcher_pid, rank_of
 
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "east"}
 
@@ -64,14 +64,6 @@ def test_restarts_add_up_to_the_attempt(environ: dict[str, str], attempt: int | 
 )
 def test_the_place_of_a_process_in_its_job(environ: dict[str, str], rank: Rank) -> None:
     assert rank_of(environ) == rank
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [({}, False), ({"RANK": "0"}, True), ({"SLURM_PROCID": "0"}, True), ({"DIAGNOSD_JOB": "x"}, True)],
-)
-def test_a_process_is_a_rank_where_its_environment_says_so(environ: dict[str, str], expected: bool) -> None:
-    assert is_rank(environ) is expected
 
 
 def test_the_launcher_is_the_parent_where_there_is_one_and_else_the_process_itself() -> None:

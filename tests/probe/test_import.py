@@ -4,10 +4,13 @@ PyTorch's is used before it is imported.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 from observed import PATH, Launch
+
+from diagnosd.probe.identity import OFF, is_off
 
 SEES = "import sys; print(sorted(name for name in sys.modules if name.partition('.')[0] == 'diagnosd'))"
 
@@ -62,6 +65,18 @@ def test_a_torch_of_unknown_shape_switches_the_probe_off_and_the_script_goes_on(
 def test_switched_off_it_is_not_loaded(launch: Launch, library: Path) -> None:
     environ = {"DIAGNOSD": "off", "PYTHONPATH": on_path(PATH, library)}
     assert launch(None, "-c", "import torch; " + SEES, **environ).stdout == "[]\n"
+
+
+def test_what_switches_it_off_before_it_is_loaded_is_what_switches_it_off_afterwards() -> None:
+    tree = ast.parse((PATH / "sitecustomize.py").read_text())
+    (values,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_OFF"
+    )
+    assert values == OFF
+    assert all(is_off({"DIAGNOSD": value.upper()}) for value in values)
+    assert not is_off({})
 
 
 def test_an_isolated_python_is_not_observed_and_not_disturbed(launch: Launch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from observed import Agent, no_more_files
 
 from diagnosd.probe.reporter import Reporter, clock
+from diagnosd.probe.sender import RECONNECT_SECONDS
 from diagnosd.probe.sockets import Fields, Peers
 from diagnosd.probe.steps import BACKWARD, COMM, Steps
 from diagnosd.probe.watch import HANG_SECONDS, HANG_STEPS, Watch
@@ -130,7 +131,7 @@ def test_a_probe_that_is_off_still_tells_how_the_process_fares(
 def test_of_more_notes_than_are_kept_the_probe_makes_no_steps(
     reporter: Reporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(20_000):
+    for _ in range(60_000):
         reporter.notes.extend((Steps.leave, 0, 1, ()))
     reporter.play()
     assert not reporter.on
@@ -144,3 +145,52 @@ def test_a_note_that_makes_no_sense_switches_the_probe_off(
     reporter.play()
     assert not reporter.on
     assert "accounting" in capsys.readouterr().err
+
+
+def test_a_new_agent_is_told_the_groups_again(
+    reporter: Reporter, agent: Agent, start_agent: Callable[..., Agent]
+) -> None:
+    reporter.group("tp:4", {"members": "4-7", "backend": "nccl"})
+    for _ in range(2):
+        reporter.play()
+        reporter.sender.flush()
+    assert agent.hears(lambda agent: agent.points("diagnosd_group"))
+    agent.die()
+    reporter.event("telemetry_gap", "finds out that nobody listens")
+    reporter.play()
+    reporter.sender.flush()
+    second = start_agent(agent.path)
+    reporter.sender._tried -= RECONNECT_SECONDS
+    reporter.sender.flush()
+    reporter.play()
+    reporter.sender.flush()
+    assert second.hears(lambda second: [p.tags for p in second.points("diagnosd_group")] == [{"group": "tp:4"}])
+
+
+def steps(reporter: Reporter, costs: list[int], timed: Callable[[int], bool] = lambda _: True) -> None:
+    """Of 28 ms, with what each costs the training thread."""
+    for number, cost in enumerate(costs):
+        t = (number + 1) * 28_000_000
+        notes = reporter.notes.extend
+        notes((Steps.backward_begins, 0, t - 20_000_000, ()))
+        notes((Steps.backward_ends, cost, t - 10_000_000, (None, timed(number))))
+        notes((Steps.optimizer_begins, 0, t - 5_000_000, ()))
+        notes((Steps.optimizer_ends, 0, t, ("sgd",)))
+    reporter.play()
+
+
+def test_a_core_that_is_lost_while_the_probe_is_at_work_is_not_the_probes_cost(reporter: Reporter) -> None:
+    steps(reporter, [4_000_000 if number % 8 == 0 else 50_000 for number in range(110)])
+    assert reporter.on
+
+
+@pytest.mark.parametrize(
+    ("costs", "rate"),
+    [([200_000] * 110, 1), ([2_000_000 if number % 10 == 0 else 20_000 for number in range(110)], 10)],
+)
+def test_what_the_probe_takes_in_every_step_or_in_those_that_ddp_takes_stock_of_switches_it_off(
+    reporter: Reporter, capsys: pytest.CaptureFixture[str], costs: list[int], rate: int
+) -> None:
+    steps(reporter, costs, lambda number: number % rate == 0)
+    assert not reporter.on
+    assert "of the time, more than 0.4 %" in capsys.readouterr().err

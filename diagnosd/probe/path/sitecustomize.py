@@ -16,6 +16,7 @@ import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+_OFF = ("off", "0", "no", "false")  # as in identity.py: the package is not loaded where it is off
 
 
 class _Loader:
@@ -76,8 +77,9 @@ def _run_hidden():
         spec.loader.exec_module(module)
 
 
-_off = os.environ.get("DIAGNOSD", "").lower() in ("off", "0", "no", "false")
-if not _off and not any(type(finder).__name__ == "_LookOut" for finder in sys.meta_path):
+if os.environ.get("DIAGNOSD", "").lower() not in _OFF and not any(
+    type(finder).__name__ == "_LookOut" for finder in sys.meta_path
+):
     _look_out = _LookOut()
     sys.meta_path.insert(0, _look_out)
 _run_hidden()

@@ -1,8 +1,9 @@
-"""Process groups under the contract's names, `NAME:LOWEST`, and their members told once to the agent."""
+"""Process groups under the contract's names, `NAME:LOWEST`, and their members told to the agent."""
 
 from typing import Any, Dict, List
 
 from diagnosd.probe import live
+from diagnosd.probe.message import Value
 
 _NAMES = ("world", "tp", "cp", "ep", "etp", "dp", "edp", "pp", "shard", "replicate")
 _known: Dict[Any, str] = {}
@@ -29,8 +30,8 @@ def _describe(functions: Any, group: Any) -> str:
     if len(members) == functions.get_world_size():
         purpose = "world"
     told = "%s:%d" % (purpose if purpose in _NAMES else "other", members[0])
-    fields = {"members": ranges(members), "backend": str(functions.get_backend(group))}
-    live().point("diagnosd_group", fields, {"group": told})
+    fields: Dict[str, Value] = {"members": ranges(members), "backend": str(functions.get_backend(group))}
+    live().group(told, fields)
     return told
 
 
