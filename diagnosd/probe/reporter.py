@@ -29,7 +29,7 @@ from diagnosd.probe.steps import BACKWARD, COMM, DATA_WAIT, FORWARD, NAMES, OPTI
 OWN_SHARE = 0.004
 OWN_STEPS = 100
 OWN_SPARED = 5  # durations, of the longest steps: a checkpoint hides no cost
-NOTES = 40_000  # entries, of some 32 a step: a process that never registers has nobody who takes them
+NOTES = 200_000  # entries, of some 32 a step: six seconds of steps of 1 ms in which the watching thread did not run
 COLD = 3  # times what a note takes in a loop, it takes between two steps' arithmetic: 17 us for 6 were seen
 
 _TOLD_AS_ZERO = (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER, COMM)  # once the process has been in them
@@ -120,7 +120,7 @@ class Reporter:
     def identify(self) -> None:
         """Find out who this process is: late, because launchers and scripts set the environment up as they go."""
         if len(self.notes) == NOTES:
-            self.notes.clear()  # saves and collectives of a process that began to train late
+            self.notes.clear()  # there was nobody to take them: a process that loaded or saved a lot before it trained
         self.rank = identity.rank_of(self._environ)
         self._job = identity.job_name(self._environ, identity.launcher_pid(self._environ, _spawner()))
         self.facts["versions"] = "python=%d.%d.%d" % sys.version_info[:3]

@@ -1,25 +1,25 @@
 """The TCP connections of this process, as the kernel sees them: what no other user may ask.
 
-A connection is found by its descriptor in /proc/self/fd and asked by getsockopt(TCP_INFO) through libc on that number:
-no descriptor is copied, which a fork at the wrong moment would keep open in a loader worker. Should another thread
-close it meanwhile, the call fails, or speaks of another connection, which harms nobody.
+Each descriptor is asked by getsockopt(TCP_INFO) on its number; one that is no TCP connection refuses. No descriptor is
+copied, which a fork at the wrong moment would keep open in a loader worker. libc is called without giving up the GIL:
+each call takes about 1 us, where getting the GIL back from a busy training thread takes up to 5 ms.
 
 Layout of struct tcp_info: include/uapi/linux/tcp.h. Fields were only ever added at its end; `bytes_sent` came with
-Linux 4.19 and is left out where the kernel's answer is shorter.
+Linux 4.19, and where the kernel's answer is shorter the bytes that were acknowledged stand in for it.
 """
 
 import ctypes
-import fcntl
 import os
 import socket
 import struct
 from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 NAMED_PEERS = 4
-_MOST = 1024  # connections looked at in one round: about 10 us each
+_MOST = 1024  # descriptors asked in one look
 _TCP_INFO = 11
 _SIOCOUTQ, _SIOCINQ = 0x5411, 0x541B
 _ESTABLISHED = 1
+_COUNTERS = ("retransmits", "bytes_sent", "bytes_received")
 
 Fields = Dict[str, "int | float"]
 
@@ -27,7 +27,7 @@ Fields = Dict[str, "int | float"]
 class Connection(NamedTuple):
     """One TCP connection. `rtt` in s, `cwnd` in segments, queues and counters in bytes."""
 
-    inode: str
+    ends: bytes  # both addresses with their ports, which name it
     local: str
     peer: str
     rtt: float
@@ -44,25 +44,27 @@ class Peers:
 
     def __init__(self) -> None:
         self.addresses: Set[str] = set()  # local ends
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._known: Dict[str, Connection] = {}  # by inode
+        self._libc = ctypes.PyDLL(None)
+        self._known: Dict[bytes, Connection] = {}  # by their ends
         self._closed: Dict[str, Tuple[int, int, int]] = {}  # counters of closed connections, by peer
+        self._before: Dict[str, Tuple[int, int, int]] = {}  # counters at the last look, by peer
+        self._others = (0, 0, 0)  # what was counted by peers in the looks in which they were not named
 
     def read(self) -> Dict[str, Fields]:
         """Fields of `diagnosd_socket` for each of the peers with the longest send queue or rtt, and of the rest."""
         try:
-            now = {connection.inode: connection for connection in self._connections()}
+            now = {connection.ends: connection for connection in self._connections()}
         except OSError:  # no file may be opened, so the folder of them cannot be read: they are there all the same
             return {}
-        for inode, gone in self._known.items():
-            if inode not in now:
+        for ends, gone in self._known.items():
+            if ends not in now:
                 before = self._closed.get(gone.peer, (0, 0, 0))
                 self._closed[gone.peer] = _added(before, _counters(gone))
-        moved = {inode: _moved(self._known.get(inode), connection) for inode, connection in now.items()}
+        moved = {ends: _moved(self._known.get(ends), connection) for ends, connection in now.items()}
         self._known = now
         self.addresses.update(connection.local for connection in now.values())
         peers: Dict[str, List[Connection]] = {}
-        for connection in sorted(now.values(), key=lambda c: moved[c.inode], reverse=True):
+        for connection in sorted(now.values(), key=lambda c: moved[c.ends], reverse=True):
             peers.setdefault(connection.peer, []).append(connection)
         return self._told(peers)
 
@@ -73,10 +75,20 @@ class Peers:
         turns = [peer for pair in zip(named, slowest) for peer in pair]  # noqa: B905 - Python 3.8 knows no strict
         chosen = list(dict.fromkeys(turns))
         told = {peer: fields[peer] for peer in chosen[:NAMED_PEERS]}
-        rest = [fields[peer] for peer in chosen[NAMED_PEERS:]]
+        rest = {peer: fields[peer] for peer in chosen[NAMED_PEERS:]}
         if rest:
-            told["other"] = {key: sum(each[key] for each in rest) for key in rest[0] if key not in ("rtt", "cwnd")}
+            told["other"] = self._other(rest)
+        self._before.update((peer, _told_counters(each)) for peer, each in fields.items())
         return told
+
+    def _other(self, rest: Dict[str, Fields]) -> Fields:
+        """The sum of what each has grown by since the last look: peers come into the rest and leave it again."""
+        for peer, each in rest.items():
+            now, then = _told_counters(each), self._before.get(peer, (0, 0, 0))
+            self._others = _added(self._others, (now[0] - then[0], now[1] - then[1], now[2] - then[2]))
+        other: Fields = dict(zip(_COUNTERS, self._others))  # noqa: B905 - Python 3.8 knows no strict
+        other.update((key, sum(each[key] for each in rest.values())) for key in ("send_queue", "receive_queue"))
+        return other
 
     def _fields(self, peer: str, connections: List[Connection]) -> Fields:
         """Path and window of the connection that moved most since the last look, sums of all."""
@@ -95,23 +107,24 @@ class Peers:
         }
 
     def _connections(self) -> Iterator[Connection]:
-        for fd, inode in _sockets():
-            connection = self._ask(fd, inode)
+        for name in os.listdir("/proc/self/fd")[:_MOST]:
+            connection = self._ask(int(name))
             if connection is not None:
                 yield connection
 
-    def _ask(self, fd: int, inode: str) -> Optional[Connection]:
+    def _ask(self, fd: int) -> Optional[Connection]:
         info = self._call("getsockopt", 256, fd, socket.IPPROTO_TCP, _TCP_INFO)
         if info is None or len(info) < 136 or info[0] != _ESTABLISHED:
             return None
-        local, peer = (_address(self._call(name, 128, fd)) for name in ("getsockname", "getpeername"))
+        ends = [self._call(name, 128, fd) or b"" for name in ("getsockname", "getpeername")]
+        local, peer = (_address(end) for end in ends)
         if not local or not peer:
             return None
         rtt_us, cwnd, retransmits = (struct.unpack_from("=I", info, at)[0] for at in (68, 80, 100))
         acknowledged, received = struct.unpack_from("=QQ", info, 120)
         sent = struct.unpack_from("=Q", info, 200)[0] if len(info) >= 208 else acknowledged
-        queues = (_queued(fd, _SIOCOUTQ), _queued(fd, _SIOCINQ))
-        return Connection(inode, local, peer, rtt_us * 1e-6, cwnd, retransmits, sent, received, *queues)
+        queues = (self._queued(fd, _SIOCOUTQ), self._queued(fd, _SIOCINQ))
+        return Connection(b"".join(ends), local, peer, rtt_us * 1e-6, cwnd, retransmits, sent, received, *queues)
 
     def _call(self, name: str, size: int, *arguments: int) -> Optional[bytes]:
         """What libc's `name` writes into a buffer of `size` bytes, None where it refuses."""
@@ -120,21 +133,15 @@ class Peers:
             return None
         return buffer.raw[: min(size, length.value)]
 
-
-def _sockets() -> Iterator[Tuple[int, str]]:
-    """Descriptor and inode of this process's sockets."""
-    for name in os.listdir("/proc/self/fd")[:_MOST]:
-        try:
-            target = os.readlink("/proc/self/fd/" + name)
-        except OSError:  # closed since the folder was listed
-            continue
-        if target.startswith("socket:["):
-            yield int(name), target
+    def _queued(self, fd: int, request: int) -> int:
+        found = ctypes.c_int(0)
+        self._libc.ioctl(fd, ctypes.c_ulong(request), ctypes.byref(found))
+        return found.value
 
 
-def _address(raw: Optional[bytes]) -> str:
+def _address(raw: bytes) -> str:
     """The address of a struct sockaddr without its port, "" where it is none of IP."""
-    if raw is None or len(raw) < 8:
+    if len(raw) < 8:
         return ""
     family = struct.unpack_from("=H", raw)[0]
     if family == socket.AF_INET:
@@ -146,15 +153,13 @@ def _address(raw: Optional[bytes]) -> str:
     return socket.inet_ntop(family, raw[8:24])
 
 
-def _queued(fd: int, request: int) -> int:
-    try:
-        return int(struct.unpack("=i", fcntl.ioctl(fd, request, b"\0" * 4))[0])
-    except OSError:
-        return 0
-
-
 def _counters(connection: Connection) -> Tuple[int, int, int]:
     return connection.retransmits, connection.bytes_sent, connection.bytes_received
+
+
+def _told_counters(fields: Fields) -> Tuple[int, int, int]:
+    retransmits, sent, received = (int(fields[key]) for key in _COUNTERS)
+    return retransmits, sent, received
 
 
 def _added(a: Tuple[int, int, int], b: Tuple[int, int, int]) -> Tuple[int, int, int]:

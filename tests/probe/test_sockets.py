@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 from observed import no_more_files
@@ -82,14 +83,40 @@ def test_beyond_four_peers_the_rest_is_summed_as_other() -> None:
     assert {"rtt", "cwnd"}.isdisjoint(told["other"])
 
 
+def test_the_rest_counts_only_what_was_sent_since_the_last_look_whoever_is_named() -> None:
+    peers, counts, sent = Peers(), [], []
+    with connections(*(f"127.0.1.{i}" for i in range(1, NAMED_PEERS + 4))) as pairs:
+        for number, (client, server) in enumerate(pairs):
+            client.setblocking(False)
+            for _ in range(8 * number):
+                drain(server, fill(client))
+        for client, server in pairs[::-1] + pairs:  # each in turn has the longest queue
+            sent.append(fill(client))
+            counts.append(peers.read()["other"]["bytes_sent"])
+            drain(server, sent[-1])
+    grown = [now - then for then, now in pairwise(counts)]
+    assert all(0 <= more <= most for more, most in zip(grown, map(sum, pairwise(sent)), strict=True))
+
+
+def fill(client: socket.socket) -> int:
+    sent = 0
+    with suppress(BlockingIOError):
+        while True:
+            sent += client.send(b"x" * 65536)
+    return sent
+
+
+def drain(server: socket.socket, expected: int) -> None:
+    while expected:
+        expected -= len(server.recv(1 << 20))
+
+
 def test_the_peer_with_the_longest_send_queue_is_told_by_name() -> None:
     addresses = [f"127.0.1.{i}" for i in range(1, NAMED_PEERS + 4)]
     with connections(*addresses) as pairs:
         full, _ = pairs[-1]
         full.setblocking(False)
-        with suppress(BlockingIOError):
-            while True:
-                full.send(b"x" * 65536)
+        fill(full)
         assert addresses[-1] in Peers().read()
 
 

@@ -22,9 +22,9 @@ from diagnosd.probe.pytorch.cuda import FORWARD, Device
 from diagnosd.probe.reporter import Reporter, clock, thread_id
 from diagnosd.probe.steps import Steps, Sync
 
-# Reading the logger takes some 15 us between two steps, and its own stock-taking 6. On steps below 5 ms that is more
-# than the probe may take, so only every tenth or hundredth iteration is read; all ranks count them alike.
-RATES = ((5_000_000, 1), (500_000, 10), (0, 100))  # step of at least ns, iterations
+# Taking stock and reading it takes some 25 us between two steps. Of a step below 5 ms that is more than the probe may
+# take: then it is as often as PyTorch does it by itself, and all ranks count the iterations alike.
+SHORT_NS = 5_000_000
 PYTORCHS_RATE = 100
 PENDING = 16  # modules, one for each forward since the last backward; some never have one
 FIRST_ITERATIONS = 10  # that PyTorch takes stock of at any rate
@@ -51,7 +51,7 @@ class _Model:
         if self._hook is not None:
             moved, issued, reduced = self._hook.take()
             return self._sync(moved, issued, reduced) if moved else None
-        rate = next(rate for least, rate in RATES if step_ns >= least) if step_ns else 1
+        rate = PYTORCHS_RATE if 0 < step_ns < SHORT_NS else 1
         if rate != self._rate:
             self._rate = rate
             module._set_ddp_runtime_logging_sample_rate(rate)
