@@ -33,7 +33,7 @@ from .table import row
 BLOCK = 500
 BATCH = 96  # 1 ms on the machine that README names
 ROUNDS = 15
-LONG_STEPS = 110
+LONG_STEPS = 90  # fewer than the 100 after which the probe judges and forgets
 
 
 def receive(listener: socket.socket) -> None:
@@ -122,7 +122,9 @@ def short_steps(job: Job) -> None:
 def long_steps(job: Job) -> None:
     job.pause = 0.048
     reporter = probe.live()
-    reporter.costs.clear()
+    for remembered in (reporter.costs, reporter._durations, reporter._timed):
+        remembered.clear()
+    reporter.step_ns = 0  # the short steps are forgotten: DDP's logging is read at every step again
     with probing():
         for batch in list(job.loader)[:LONG_STEPS]:
             job.step(batch, bool)
