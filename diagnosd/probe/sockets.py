@@ -57,7 +57,7 @@ class Peers:
         except OSError:  # no file may be opened, so the folder of them cannot be read: they are there all the same
             return {}
         for ends, gone in self._known.items():
-            if ends not in now:
+            if ends not in now or now[ends].bytes_sent < gone.bytes_sent:  # closed, or made anew between the same ends
                 before = self._closed.get(gone.peer, (0, 0, 0))
                 self._closed[gone.peer] = _added(before, _counters(gone))
         moved = {ends: _moved(self._known.get(ends), connection) for ends, connection in now.items()}
@@ -168,4 +168,4 @@ def _added(a: Tuple[int, int, int], b: Tuple[int, int, int]) -> Tuple[int, int, 
 
 def _moved(before: Optional[Connection], now: Connection) -> int:
     then = before.bytes_sent + before.bytes_received if before else 0
-    return now.bytes_sent + now.bytes_received - then
+    return max(0, now.bytes_sent + now.bytes_received - then)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -58,6 +59,24 @@ def test_counters_do_not_fall_when_a_connection_is_closed() -> None:
         client.sendall(b"x" * 500)
         server.recv(500, socket.MSG_WAITALL)
         assert peers.read()["127.0.0.8"]["bytes_sent"] == 1500
+
+
+def test_counters_do_not_fall_when_a_connection_is_made_anew_between_the_same_ends() -> None:
+    peers, sent = Peers(), []
+    with socket.create_server(("127.0.0.8", 0)) as listener:
+        port = 0
+        for _ in range(2):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves nothing behind
+                client.bind(("127.0.0.9", port))
+                port = client.getsockname()[1]
+                client.connect(listener.getsockname())
+                with listener.accept()[0] as server:
+                    client.sendall(b"x" * (1000 - 500 * len(sent)))
+                    server.recv(1000 - 500 * len(sent), socket.MSG_WAITALL)
+                    sent.append(peers.read()["127.0.0.8"]["bytes_sent"])
+    assert sent == [1000, 1500]
 
 
 def test_a_look_at_which_no_file_can_be_opened_takes_no_connection_for_closed() -> None:

@@ -16,8 +16,12 @@ def watch(reporter: Reporter, after: Dict[str, Callable[[ModuleType], None]]) ->
             reporter.fault("this torch.compile has an unknown shape", error)
 
     def callbacks(module: Any) -> None:
-        if hasattr(module, "on_compile_end"):  # since 2.2; before it a step that compiles is only a long one
+        if not hasattr(module, "on_compile_end"):  # since 2.2; before it a step that compiles is only a long one
+            return
+        try:
             module.on_compile_end(compiled)
+        except Exception as error:
+            reporter.fault("this torch.compile has an unknown shape", error)
 
     def compiled(*_: Any) -> None:
         if thread_id() == reporter.thread:
