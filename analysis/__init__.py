@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from diagnosd.analysis import summary
+from diagnosd.analysis.baseline import ENTER
 from diagnosd.analysis.ledger import Ledger
 from diagnosd.analysis.order import Order
 from diagnosd.analysis.trace import Job, Trace
-from diagnosd.analysis.watch import Watch
+from diagnosd.analysis.watch import EARLY, Watch
 from diagnosd.documents import ClusterSpec
 from diagnosd.point import Point
 
@@ -26,6 +27,7 @@ SECOND = 10**9
 # steps are long, 3 s are what a look may cost of the 15 s within which a fault must be told.
 LOOK_STEPS = 4
 LOOK_S = 3
+CALM_S = 10  # while no step takes longer than a slowdown must make it, there is no hurry
 
 
 class Analysis:
@@ -89,7 +91,7 @@ class Analysis:
         for name, job in [*self.trace.jobs.items()]:
             if self._is_due(job):
                 documents += self._watch(job).tick(self.trace.now)
-                self._looked[name] = (self.trace.now, job.taken)
+                self._looked[name], job.longest = (self.trace.now, job.taken), 0.0
         for name in self.watches.keys() - self.trace.jobs.keys():
             self.ledger.claim(name, self.watches[name].claims())
             self.ledger.settle(name)
@@ -97,11 +99,19 @@ class Analysis:
         return documents
 
     def _is_due(self, job: Job) -> bool:
-        if self._watch(job).suspects:
+        watch = self._watch(job)
+        if watch.suspects:
             return True
         looked, taken = self._looked.get(job.name, (0, 0))
-        new = abs(job.taken - taken)  # a new attempt counts anew
-        return self.trace.now - looked >= LOOK_S * SECOND or new >= LOOK_STEPS * max(1, len(job.ranks))
+        new, since = abs(job.taken - taken), self.trace.now - looked  # a new attempt counts anew
+        if new and self._is_calm(job, watch):
+            return since >= CALM_S * SECOND
+        return since >= LOOK_S * SECOND or new >= LOOK_STEPS * max(1, len(job.ranks))
+
+    def _is_calm(self, job: Job, watch: Watch) -> bool:
+        """Whether all steps since the last look are as usual, and what was so from the start has long been judged."""
+        usual = watch.baseline.reference()
+        return usual is not None and watch.baseline.count > EARLY and job.longest < (1 + ENTER) * usual.step
 
     def _watch(self, job: Job) -> Watch:
         watch = self.watches.get(job.name)

@@ -101,6 +101,8 @@ class Job:
         self.ranks: dict[int, RankInfo] = {}
         self.groups: dict[str, Group] = {}
         self.first = self.last = 0  # ns, of all points of the job
+        self.stepped = 0  # ns, when the newest step ended
+        self.longest = 0.0  # s, of the steps of single ranks since somebody set it back
         self.outdated: dict[
             str, tuple[int, int]
         ] = {}  # host -> steps of an earlier attempt than others' (dropped); first
@@ -278,18 +280,19 @@ class Trace:
         quality = SOURCES.index(source) if source in SOURCES else 0
 
         def take(point: Point) -> None:
-            fields, number = point.fields, point.fields.get("step")
+            fields = point.fields
+            number, duration = fields.get("step"), fields.get("duration")
+            seconds = duration if isinstance(duration, float) else 0.0
             job = self._job(name, point.time)
             info = job.ranks.get(rank)
             if info is None or fields.get("attempt") != info.attempt or info.host != host:
-                duration = fields.get("duration")
-                began = point.time - int(duration * 1e9) if isinstance(duration, float) else point.time
-                info = self._rank(job, rank, host, point, began)
+                info = self._rank(job, rank, host, point, point.time - int(seconds * 1e9))
             if info is None:
                 count, first = job.outdated.get(host, (0, point.time))
                 job.outdated[host] = count + 1, first
             elif isinstance(number, int):
-                info.last = point.time
+                info.last = job.stepped = point.time
+                job.longest = max(job.longest, seconds)
                 job._grid.add(rank, host, quality, number, point)  # noqa: SLF001
 
         return take

@@ -96,12 +96,12 @@ class Watch:
 
     def status(self) -> dict[str, Any]:
         """For a live line: steps so far, the usual step, seconds since the last one, and what is suspected."""
-        reference = self.baseline.reference()
+        reference, job = self.baseline.reference(), self.job
         suspects = [e.verdict.cause for e in self.episodes.all if e.is_open]
         return {
-            "steps": self.history.steps if self.history else 0,
+            "steps": job.taken // max(1, len(job.ranks)),
             "step_s": reference and reference.step,
-            "still_s": (self.trace.now - self.history.newest) / 1e9 if self.history else None,
+            "still_s": (self.trace.now - job.stepped) / 1e9 if job.stepped else None,
             "open": suspects,
         }
 
