@@ -22,9 +22,9 @@ from diagnosd.probe.pytorch.cuda import FORWARD, Device
 from diagnosd.probe.reporter import Reporter, clock, thread_id
 from diagnosd.probe.steps import Steps, Sync
 
-# Taking stock and reading it takes some 25 us between two steps. Of a step below 5 ms that is more than the probe may
-# take: then it is as often as PyTorch does it by itself, and all ranks count the iterations alike.
-SHORT_NS = 5_000_000
+# Taking stock and reading it takes 60 to 100 us between two steps whose arithmetic has emptied the caches. So that it
+# takes less than 0.2 % of the time, it is done every so many iterations, which all ranks count alike.
+RATES = ((50_000_000, 1), (5_000_000, 10))  # a step of at least ns, iterations; below that as PyTorch does it by itself
 PYTORCHS_RATE = 100
 PENDING = 16  # modules, one for each forward since the last backward; some never have one
 FIRST_ITERATIONS = 10  # that PyTorch takes stock of at any rate
@@ -51,7 +51,7 @@ class _Model:
         if self._hook is not None:
             moved, issued, reduced = self._hook.take()
             return self._sync(moved, issued, reduced) if moved else None
-        rate = PYTORCHS_RATE if 0 < step_ns < SHORT_NS else 1
+        rate = next((rate for least, rate in RATES if step_ns >= least), PYTORCHS_RATE) if step_ns else 1
         if rate != self._rate:
             self._rate = rate
             module._set_ddp_runtime_logging_sample_rate(rate)
