@@ -442,9 +442,18 @@ def throttled(c: Comparison) -> Iterator[Reading]:
                 yield Reading(rank, now, before, how, text, decisive=bool(decisive), subtype="cpu_quota")
 
 
+WHOLE = 1.5  # of a second, in one second: what polls that come late can make of it; more is a broken counter
+
+
+def _stalled(c: Comparison, series: Series) -> tuple[float, float]:
+    """Share of the time, now and before. The counter is of µs: a second of it a second is all there can be."""
+    now, before = (rate / 1e6 for rate in c.rate(series, "total"))
+    return (now if now <= WHOLE else nan), (before if before <= WHOLE else nan)
+
+
 def _pressure(c: Comparison, resource: str, what: str) -> Iterator[Reading]:
     for host, series in c.series("pressure", c.suspect_hosts, resource=resource, type="some"):
-        now, before = (rate / 1e6 for rate in c.rate(series, "total"))  # µs of stall a second
+        now, before = _stalled(c, series)
         if _known(now):
             rise = now - (before if _known(before) else 0.0)
             text = f"tasks waited for {what} {percent(now)} of the time"
@@ -459,7 +468,7 @@ def cpu_pressure(c: Comparison) -> Iterator[Reading]:
 def short_of_cpu(c: Comparison) -> Iterator[Reading]:
     """Tasks wait for a processor half of the time, before or not: then TCP, which needs one too, is slow by itself."""
     for host, series in c.series("pressure", c.all_hosts, resource="cpu", type="some"):
-        now = c.rate(series, "total")[0] / 1e6
+        now, _ = _stalled(c, series)
         if _known(now):
             text = f"tasks waited for a processor {percent(now)} of the time"
             yield Reading(f"host:{host}", now, nan, strength(now, 0.5, 0.1), text)

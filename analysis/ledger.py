@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diagnosd.analysis.steps import SOURCES
+from diagnosd.analysis.steps import LONGEST_S, SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -118,7 +118,7 @@ class _Rank:
         for name, target in _PHASES:
             seconds = fields.get(name)
             if isinstance(seconds, float) and seconds > 0:
-                part = min(left, int(seconds * 1e9))
+                part = min(left, int(min(seconds, LONGEST_S) * 1e9))
                 booked[target] += part
                 left -= part
         booked[_OTHER] += left

@@ -37,6 +37,8 @@ COLUMNS = (
     "sync_bytes",
 )  # fmt: skip
 INSTANTS = ("sync_enter", "sync_exit")
+_SECONDS = COLUMNS.index("tokens")  # the columns before it are times
+LONGEST_S = 1e7  # no step lasts four months: a longer or negative time is a broken number, and absent
 _PLACE = {name: place for place, name in enumerate((*COLUMNS, *INSTANTS))}
 _KIND, _CLOCK = range(2)
 _KIND_CODES: dict[Value | None, int] = {word: code for code, word in enumerate(KINDS)}
@@ -175,7 +177,10 @@ class Grid:
         instants = block(fields, INSTANTS, np.dtype(np.int64), ABSENT)
         values = self._values[cells]
         values[:, : len(COLUMNS)] = block(fields, COLUMNS, np.dtype(np.float64), np.nan)
-        values[:, len(COLUMNS) :] = np.where(instants == ABSENT, np.nan, (instants - self._origin) / 1e9)
+        times = values[:, :_SECONDS]
+        times[~((times >= 0) & (times <= LONGEST_S))] = np.nan
+        away = np.abs(instants.astype(np.float64) - self._end[cells][:, None]) > LONGEST_S * 1e9  # ABSENT is far away
+        values[:, len(COLUMNS) :] = np.where(away, np.nan, (instants - self._origin) / 1e9)
         self._values[cells] = values
 
     def _make_room(self, arrivals: list[_Arrival]) -> None:

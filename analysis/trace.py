@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from diagnosd.analysis.samples import Floats, Ints, Numbers, Samples
-from diagnosd.analysis.steps import SOURCES, Grid, Steps
+from diagnosd.analysis.steps import LONGEST_S, SOURCES, Grid, Steps
 from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory, decode_cluster, decode_job, decode_node, unite
 from diagnosd.point import Point, Series, Value
 from diagnosd.schema import SCHEMA
@@ -282,7 +282,7 @@ class Trace:
         def take(point: Point) -> None:
             fields = point.fields
             number, duration = fields.get("step"), fields.get("duration")
-            seconds = duration if isinstance(duration, float) else 0.0
+            seconds = duration if isinstance(duration, float) and 0 <= duration <= LONGEST_S else 0.0
             job = self._job(name, point.time)
             info = job.ranks.get(rank)
             if info is None or fields.get("attempt") != info.attempt or info.host != host:
@@ -470,6 +470,6 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 def _environment(text: str) -> dict[str, str]:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {key: str(value) for key, value in parsed.items()} if isinstance(parsed, dict) else {}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 ERROR, COULD_NOT_START = 1, 125
+SLOWEST = 1e-3  # times as fast: a second in a quarter of an hour
 # The analysis works on small arrays: threads of the linear algebra library would only take the job's processors, and
 # make its sums depend on their number.
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -70,9 +72,23 @@ Record = Annotated[
         metavar="PATH", help="Record into a file (.lp, .lp.gz, .lp.zst), or into a folder with one file a host."
     ),
 ]
+
+
+def _plain_file(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise typer.BadParameter(f"{path} is no plain file")
+    return path
+
+
 Cluster = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", exists=True, dir_okay=False, help="What the operators declare: a cluster.toml."),
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        callback=_plain_file,
+        help="What the operators declare: a cluster.toml.",
+    ),
 ]
 Socket = Annotated[
     Path | None,
@@ -119,8 +135,8 @@ def replay(
 
     Example: diagnosd replay slow.lp.zst
     """
-    if speed is not None and not 0 < speed < float("inf"):
-        raise typer.BadParameter(f"{speed} is no speed: a number above 0 is allowed", param_hint="--speed")
+    if speed is not None and not SLOWEST <= speed < float("inf"):
+        raise typer.BadParameter(f"{speed} is no speed: a number from {SLOWEST:g} is allowed", param_hint="--speed")
     with _analysis(ERROR):
         from diagnosd import analyzer  # noqa: PLC0415
     raise typer.Exit(analyzer.replay(path, output, speed, cluster, follow))
@@ -233,10 +249,16 @@ def main() -> None:
     threading.excepthook = lambda args: _own_mistake(args.exc_type, args.exc_value, args.exc_traceback)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - started with it closed (2>&-)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character still gets the verdict
     try:
         app(prog_name="diagnosd")
     except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
         from diagnosd.agent import said  # noqa: PLC0415
 
         print(f"diagnosd: {said(error)}", file=sys.stderr)
+        sys.exit(ERROR)
+    except Exception as error:  # noqa: BLE001 - the last one before a user: typer would print its traceback
+        _own_mistake(type(error), error, error.__traceback__)
         sys.exit(ERROR)

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_Positive = Annotated[float, Meta(gt=0)]
+_Rate = Annotated[float, Meta(gt=0, le=1e6)]  # Gbit/s: a petabit is beyond every port; beyond it stands infinity
 _AtLeastOne = Annotated[float, Meta(ge=1)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0)]
@@ -202,7 +202,7 @@ class NodeInventory(_Document, frozen=True):
 
 class Fabric(_Document, frozen=True):
     kind: str | None = None
-    rate_gbps: _Positive | None = None  # of one port
+    rate_gbps: _Rate | None = None  # of one port
     oversubscription: _AtLeastOne | None = None
     rail_optimized: bool | None = None
     sharp: bool | None = None
@@ -218,7 +218,7 @@ class Node(_Document, frozen=True):
     gpus: _Count | None = None
     gpu: str | None = None  # H100-SXM, ...
     nics: _Count | None = None
-    nic_rate_gbps: _Positive | None = None
+    nic_rate_gbps: _Rate | None = None
     nvlinks: _Count | None = None
     pcie_gen: _Count | None = None
 
@@ -296,7 +296,7 @@ def cluster_from_toml(text: bytes, name: str) -> ClusterSpec:
     """What the operators declare. DocumentError names the file, the key, what stands there and what is allowed."""
     try:
         table = tomllib.loads(text.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"{name}: not TOML: {error}") from error
     try:
         _check_keys(table, ClusterSpec, "")

@@ -191,3 +191,26 @@ def test_the_name_of_a_declared_cluster_wins(starved: Path, tmp_path: Path, caps
     file.write_text('name = "west"\n')
     assert analyzer.replay(starved, "json", cluster=file) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["cluster"] == "west"
+
+
+@pytest.mark.parametrize(
+    ("measurement", "field", "value"),
+    [
+        ("diagnosd_step", "comm", 1e300),
+        ("diagnosd_step", "duration", 1e300),
+        ("diagnosd_step", "forward", -1e300),
+        ("diagnosd_step", "sync_exit", 2**63 - 1),
+        ("pressure", "total", 2**63 - 1),
+    ],
+)
+def test_one_absurd_number_changes_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], measurement: str, field: str, value: float
+) -> None:
+    points, _ = job(None, Fault("loader", 25, 45, rank=1, size=0.15))
+    places = [place for place, each in enumerate(points) if each.series.measurement == measurement]
+    assert places
+    odd = places[len(places) // 2]
+    points[odd] = points[odd]._replace(fields={**points[odd].fields, field: value})
+    analyzer.replay(recorded(tmp_path / "a.lp", points), output="json")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["cause"] for document in told if "detected" in document] == ["data_starvation"]

@@ -86,6 +86,7 @@ def test_every_option_has_a_sentence(verb: str, name: str) -> None:
         ["run", "--output", "xml", "--", "true"],
         ["run", "--host", "a/b", "--", "true"],
         ["run", "--cluster", "no-such.toml", "--", "true"],
+        ["run", "--cluster", "/dev/zero", "--", "true"],
         ["replay"],
         ["replay", "x.lp", "--speed", "0"],
         ["replay", "x.lp", "--speed", "nan"],

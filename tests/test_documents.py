@@ -174,6 +174,7 @@ class TestClusterToml:
         ("text", "complaint"),
         [
             ('fabric.rate_gbps = "fast"', "cluster.toml: fabric.rate_gbps: found 'fast'; allowed is a number"),
+            ("fabric.rate_gbps = inf", "cluster.toml: fabric.rate_gbps: found inf; allowed is a number <= 1000000.0"),
             ("fabric.rate_gbps = -1", "cluster.toml: fabric.rate_gbps: found -1; allowed is a number > 0.0"),
             (
                 "fabric.oversubscription = 0.5",

@@ -115,5 +115,5 @@ def _int(environ: Mapping[str, str], *keys: str) -> Optional[int]:
 
 
 def _printable(name: str) -> str:
-    """A job's name becomes a tag: no control characters, at most 256 characters."""
-    return "".join(c if c.isprintable() else "?" for c in name).strip()[:256].strip()
+    """A job's name becomes a tag: no control characters, no backslash at its end, at most 256 characters."""
+    return "".join(c if c.isprintable() else "?" for c in name).strip()[:256].rstrip("\\ ")
