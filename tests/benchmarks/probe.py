@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 from diagnosd import probe
@@ -87,6 +88,8 @@ def probing() -> Iterator[None]:
     finally:
         while reporter.at_off:
             reporter.at_off.pop()()
+        for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+            hooks.clear()  # what stays for good in a job whose probe is off
 
 
 def send() -> None:
