@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,12 @@ def test_the_ranks_tell_what_they_are(ddp: Agent) -> None:
 
 def test_the_ranks_connections_are_told(ddp: Agent) -> None:
     assert ddp.points("diagnosd_socket")
+
+
+def test_where_ddp_logs_no_times_a_hook_takes_them_and_changes_no_gradient(launch: Launch, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as ranks:
+        done = list(ranks.map(lambda rank: launch(None, SCRIPTS / "hooked.py", tmp_path, rank), range(2)))
+    assert [each.stdout for each in done] == ["same\n"] * 2
 
 
 @pytest.fixture(scope="module")

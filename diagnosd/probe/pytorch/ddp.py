@@ -85,7 +85,8 @@ class _Hook:
         if "comm_hook" in module.logger._get_ddp_logging_data().strs_map:
             return None
         hook = cls()
-        module.register_comm_hook(module.process_group, hook.average)
+        plain = lambda group, bucket: hook.average(group, bucket)  # noqa: E731, PLW0108 - DDP refuses our annotations
+        module.register_comm_hook(module.process_group, plain)
         return hook
 
     def average(self, group: Any, bucket: Any) -> Any:
