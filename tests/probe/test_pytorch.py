@@ -169,10 +169,8 @@ def test_a_distributed_checkpoint_is_in_the_step_after_the_update_that_it_follow
         assert [step["step"] for step in fsdp.steps(rank) if "checkpoint" in step] == [7]
 
 
-def test_the_graphs_that_torch_compile_makes_are_the_same_with_and_without_the_probe(
-    agent: Agent, launch: Launch
-) -> None:
-    """And there are no more breaks between them."""
+def test_graphs_and_trained_parameters_are_the_same_with_and_without_the_probe(agent: Agent, launch: Launch) -> None:
+    """And there are no more breaks between the graphs."""
     outputs = [
         launch(agent, SCRIPTS / "compiled.py", "copies", DIAGNOSD_JOB=job).stdout.splitlines() for job in ("", "a-job")
     ]

@@ -66,6 +66,7 @@ def main() -> None:
     case("a training step", lambda: compiled_step(batch))
     case("a collective, fullgraph", lambda: compiled_reduce(batch))
     case("an evaluation", lambda: compiled_evaluate(batch))
+    print("parameters", *(parameter.detach().numpy().tobytes().hex() for parameter in model.parameters()))
     dist.destroy_process_group()
 
 
