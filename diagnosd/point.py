@@ -416,23 +416,28 @@ class Decoder:
     def __init__(self) -> None:
         self.counts = Counts()
         self._rest = b""  # the beginning of a line, or of a string that goes on over lines
+        self._passing = False  # over the rest of a line that is too long
         self._heads: dict[bytes, _Head] = {}
         self._shapes: dict[str, dict[bytes, _Shape]] = {}
 
     def feed(self, chunk: bytes) -> list[Point]:
         """The points of the lines that end in this chunk; the beginning of a line waits for the next one."""
-        whole, newline, self._rest = (self._rest + chunk).rpartition(b"\n")
-        if newline:
-            return self._block(whole, final=False)
-        if len(self._rest) > _LINE_BYTES:
+        if self._passing:
+            _, newline, chunk = chunk.partition(b"\n")
+            self._passing = not newline
+        whole, newline, rest = (self._rest + chunk).rpartition(b"\n")
+        too_long = len(rest) > _LINE_BYTES
+        self._rest = b"" if too_long else rest
+        points = self._block(whole, final=too_long) if newline else []
+        if too_long:
             self.counts.lines += 1
-            self._bad(-1, "a line without an end")
-            self._rest = b""
-        return []
+            self._bad(-1, f"a line longer than {_LINE_BYTES >> 20} MiB")
+            self._passing = True
+        return points
 
     def finish(self) -> list[Point]:
         """The points of what waited: a last line that ends without a newline."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest, self._passing = self._rest, b"", False
         return self._block(rest.removesuffix(b"\n"), final=True) if rest else []
 
     def _block(self, block: bytes, *, final: bool) -> list[Point]:

@@ -121,8 +121,9 @@ class _Lines:
             text += more
             whole = text.rfind(b"\n") + 1
             if whole or len(text) > _HELD:
-                self.end += whole or len(text)
-                return text[:whole] if whole else text + b"\n"
+                text = text[: whole or None]
+                self.end += len(text)
+                return text
         if not final or not text:
             return None
         self.end += len(text)

@@ -357,12 +357,21 @@ class TestDecoder:
     def test_carriage_returns_at_the_ends_of_lines_are_no_part_of_them(self) -> None:
         assert Decoder().feed(encode([net(1), net(2)]).replace(b"\n", b"\r\n")) == [net(1), net(2)]
 
-    def test_a_line_without_an_end_is_given_up(self) -> None:
+    def test_a_line_that_is_too_long_is_one_bad_line_whatever_its_rest_looks_like(self) -> None:
         decoder = Decoder()
-        for _ in range(9):
+        for _ in range(30):
             decoder.feed(b"x" * 1024 * 1024)
-        assert decoder.counts.bad == 1
+        assert decoder.feed(encode([net(0)]) + encode([net(1)]) + b"nonsense\n") == [net(1)]
+        assert (decoder.counts.bad, decoder.counts.lines) == (2, 3)
+        assert decoder.counts.first_bad == (1, "a line longer than 8 MiB")
+
+    def test_an_open_string_does_not_gather_a_line_that_is_too_long(self) -> None:
+        decoder = Decoder()
+        decoder.feed(b'new x="one\n')
+        for _ in range(30):
+            decoder.feed(b"x" * 1024 * 1024)
         assert decoder.feed(b"\n" + encode([net(1)])) == [net(1)]
+        assert (decoder.counts.bad, decoder.counts.lines) == (2, 3)
 
     @given(st.lists(points, min_size=1, max_size=6), st.data())
     @settings(max_examples=100)

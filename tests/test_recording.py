@@ -147,6 +147,16 @@ class TestEveryKindOfFile:
         assert points_of(reading) == FIVE
         assert not reading.faults
 
+    @pytest.mark.parametrize("follow", [False, True])
+    def test_a_line_that_is_too_long_is_one_bad_line(self, tmp_path: Path, suffix: str, follow: bool) -> None:
+        text = encode(FIVE[:2]) + b'net,interface=ib0 s="' + b"x" * (20 << 20) + encode([net(9)]) + encode(FIVE[2:])
+        path = tmp_path / f"a{suffix}"
+        path.write_bytes({".lp": bytes, ".lp.gz": gzip.compress, ".lp.zst": zstandard.compress}[suffix](text))
+        reading = read(path, follow=follow, stop=lambda: True)
+        assert points_of(reading) == FIVE
+        assert (reading.faults.bad, reading.faults.torn, reading.faults.lost) == (1, 0, 0)
+        assert reading.faults.first == f"{path}:3: a line longer than 8 MiB"
+
     def test_a_writer_that_comes_back_after_a_torn_flush_is_followed(self, tmp_path: Path, suffix: str) -> None:
         path = record(tmp_path / f"a{suffix}", FIVE[:2])
         whole = path.stat().st_size
