@@ -24,7 +24,8 @@ from pathlib import Path
 from diagnosd.collectors.ranks import Rank, Ranks, RefusedError
 from diagnosd.documents import decode_job
 from diagnosd.point import Point, Series, Value
-from diagnosd.probe.message import LIMIT, MEASUREMENTS, Hello, Message, parse
+from diagnosd.probe.message import DEFAULT_SOCKET, LIMIT, MEASUREMENTS, Hello, Message, parse
+from diagnosd.recording import not_made
 from diagnosd.schema import SCHEMA
 
 log = logging.getLogger("diagnosd.steps")
@@ -377,40 +378,33 @@ def _listen(path: Path) -> socket.socket:
     """OSError says what stands in the way."""
     if len(os.fsencode(path)) > SOCKET_PATH:
         raise OSError(f"{path}: a socket's path has at most {SOCKET_PATH} bytes")
-    try:
-        _make_folder(path.parent)
-    except OSError as error:
-        raise _unusable(path.parent, error) from error
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        if os.fspath(path) == DEFAULT_SOCKET:  # our own place; any other folder is its owner's to make
+            _make_folder(path.parent)
         listener.bind(os.fspath(path))
         path.chmod(0o666)  # the ranks are other users' processes
         listener.listen(128)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise _unusable(path, error) from error
+        raise OSError(f"{path}: {not_made(path, error)}; name another path with --socket") from error
     return listener
 
 
 def _make_folder(folder: Path) -> None:
     """Where there is none, one that ranks of any user can enter, whatever our umask."""
     if not folder.is_dir():
-        _make_folder(folder.parent)
         folder.mkdir()
         folder.chmod(0o755)
-
-
-def _unusable(path: Path, error: OSError) -> OSError:
-    return OSError(f"{path}: {error.strerror}; name another path with --socket")
 
 
 def _remove_stale(path: Path) -> None:
     """What an agent that was killed left behind."""
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     if not stat.S_ISSOCK(mode):
         raise OSError(f"{path} is there and is no socket; name another path with --socket")

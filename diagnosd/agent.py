@@ -26,7 +26,7 @@ from diagnosd.collectors import COLLECTORS, Collector
 from diagnosd.collectors.steps import Steps
 from diagnosd.documents import ClusterSpec, cluster_from_toml
 from diagnosd.point import Point, encode, point
-from diagnosd.recording import RecordingError, Writer
+from diagnosd.recording import RecordingError, Writer, not_made
 
 log = logging.getLogger("diagnosd.agent")
 
@@ -191,11 +191,17 @@ def _sayable(points: list[Point]) -> Batch:
 
 
 def recording_of(name: str, host: str) -> Path:
-    """The file for this host: the name itself, or HOST.lp.zst in it where it is a folder or ends in a slash."""
+    """The file for this host: the name itself, or HOST.lp.zst in it where it is a folder or ends in a slash.
+
+    The folder is made where it alone is missing. RecordingError where it cannot be.
+    """
     path = Path(name)
     if not path.is_dir() and not name.endswith("/"):
         return path
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise RecordingError(f"{name}: cannot be made: {not_made(path, error)}") from error
     return path / f"{host}.lp.zst"
 
 

@@ -7,6 +7,7 @@ goes on at the next magic number that opens a frame. Whatever its size, no more 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import json
@@ -43,6 +44,13 @@ _HOPELESS = 1000  # a file that has shown so many bad lines and not one point is
 
 class RecordingError(ValueError):
     """What cannot be read or written as a recording: which, why, and what to do."""
+
+
+def not_made(path: Path, error: OSError) -> str:
+    """Why there can be nothing new at `path`: a folder that is missing, by its name, else what the system says."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not os.path.isdir(path.parent):  # noqa: PTH112 - never raises
+        return f"there is no folder {path.parent}"
+    return error.strerror or str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,7 +529,7 @@ class Writer:
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RecordingError(f"{path}: cannot be written: {error.strerror}") from error
+            raise RecordingError(f"{path}: cannot be written: {not_made(self.path, error)}") from error
         try:
             self._claim()
             self._end = _whole(self.path, self._fd, self._codec)

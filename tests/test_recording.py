@@ -411,7 +411,7 @@ class TestWriter:
             Writer(tmp_path / name)
 
     def test_a_folder_that_does_not_exist_is_told(self, tmp_path: Path) -> None:
-        with pytest.raises(RecordingError, match="cannot be written: No such file or directory"):
+        with pytest.raises(RecordingError, match=f"cannot be written: there is no folder {tmp_path}/no"):
             Writer(tmp_path / "no" / "a.lp")
 
     def test_a_full_disk_costs_one_flush_and_leaves_the_file_whole(self, tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_a_script_whose_interpreter_is_missing_is_127(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--record", "/no/such/folder/x.lp"], "cannot be written: No such file or directory"),
+        (["--record", "/no/such/folder/x.lp"], "cannot be written: there is no folder /no/such/folder"),
+        (["--record", "no/folder/"], "no/folder/: cannot be made: there is no folder no"),
         (["--record", "x.txt"], r"a recording is named \*.lp"),
         (["--cluster", "bad.toml"], "bad.toml: fabric: found 7; allowed is a table"),
     ],
@@ -101,7 +102,7 @@ def test_what_cannot_be_observed_is_not_started_and_125(tmp_path: Path, options:
     done = diagnosd("run", *options, *sh("touch started"), cwd=tmp_path)
     assert done.returncode == 125
     assert re.search(said, done.stderr)
-    assert not (tmp_path / "started").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.toml"}
 
 
 def test_stdin_stdout_and_stderr_are_the_commands(tmp_path: Path) -> None:

@@ -110,16 +110,25 @@ def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
         Steps("n01", tmp_path / ("x" * 110))
 
 
-def test_the_folder_of_the_socket_is_made_and_anybody_can_enter_it(tmp_path: Path) -> None:
+def test_the_folder_of_the_usual_socket_is_made_and_anybody_can_enter_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "diagnosd/probe.sock"
+    monkeypatch.setattr("diagnosd.collectors.steps.DEFAULT_SOCKET", str(path))
     before = os.umask(0o077)
     try:
-        steps = Steps("n01", tmp_path / "run/diagnosd/probe.sock")
+        steps = Steps("n01", path)
     finally:
         os.umask(before)
     connect(steps).close()
     steps.close()
-    for folder in ("run", "run/diagnosd"):
-        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o755
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+
+
+def test_any_other_folder_that_is_missing_is_named_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=rf"^{tmp_path}/no/s: there is no folder {tmp_path}/no; name another path"):
+        Steps("n01", tmp_path / "no/s")
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_socket_that_somebody_else_put_there_since_is_not_removed(tmp_path: Path) -> None:
