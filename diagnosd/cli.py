@@ -63,6 +63,17 @@ def _socket(path: Path | None) -> Path:
     return path or Path(os.environ.get("DIAGNOSD_SOCKET") or DEFAULT_SOCKET)
 
 
+def _given(name: str) -> str:
+    """A variable that is not set makes an empty name, and pathlib a name for the folder that we are in of it."""
+    if not name:
+        raise typer.BadParameter("the path is empty")
+    return name
+
+
+def _path(name: str) -> Path:
+    return Path(_given(name))
+
+
 Host = Annotated[
     str, typer.Option(metavar="NAME", callback=_host, help="The name of this host in what is recorded and said.")
 ]
@@ -92,7 +103,7 @@ Cluster = Annotated[
 ]
 Socket = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
+    typer.Option(metavar="PATH", parser=_path, help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
 ]
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
@@ -125,7 +136,9 @@ def run(
 
 @app.command(cls=Verb)
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A recording: a file, or a folder of files.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", parser=_path, help="A recording: a file, or a folder of files.")
+    ],
     output: OutputAs = Output.text,
     speed: Annotated[float | None, typer.Option(metavar="X", help="Replay X times as fast as it was.")] = None,
     cluster: Cluster = None,
@@ -144,7 +157,9 @@ def replay(
 
 @app.command(cls=Verb)
 def record(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A file (.lp, .lp.gz, .lp.zst), or a folder.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", callback=_given, help="A file (.lp, .lp.gz, .lp.zst), or a folder.")
+    ],
     socket: Socket = None,
     host: Host = "",
     cluster: Cluster = None,

@@ -33,8 +33,12 @@ class StartError(Exception):
 def check(argv: Sequence[str]) -> None:
     """StartError where there is no such command, before anything is made for it."""
     name = argv[0]
+    if not name:
+        raise StartError("the name of the command is empty", NO_SUCH_COMMAND)
+    if "/" in name and os.path.isdir(name):  # noqa: PTH112 - a name of the shell, not a path of ours
+        raise StartError(f"{name}: is a folder, not a command", NOT_EXECUTABLE)
     if shutil.which(name) is None:
-        there = "/" in name and os.path.exists(name)  # noqa: PTH110 - a name of the shell, not a path of ours
+        there = "/" in name and os.path.exists(name)  # noqa: PTH110
         reason = "is not executable" if there else "no such command"
         raise StartError(f"{name}: {reason}", NOT_EXECUTABLE if there else NO_SUCH_COMMAND)
 

@@ -12,6 +12,7 @@ import fcntl
 import gzip
 import json
 import os
+import stat
 import time
 import zlib
 from contextlib import suppress
@@ -475,12 +476,14 @@ def _take(source: _Source, rank: int, other: tuple[int, int] | None, out: list[P
 
 
 def _files(path: Path, *, growing: bool) -> list[Path]:
-    if not path.is_dir():
-        if not path.exists():
-            raise RecordingError(f"{path}: no such recording")
-        if not path.is_file():
-            raise RecordingError(f"{path}: neither a file nor a folder")
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RecordingError(f"{path}: no such recording") from error
+    if stat.S_ISREG(mode):
         return [path]
+    if not stat.S_ISDIR(mode):
+        raise RecordingError(f"{path}: neither a file nor a folder")
     found = sorted(entry for entry in path.iterdir() if entry.name.endswith(SUFFIXES) and entry.is_file())
     if not found and not growing:
         raise RecordingError(f"{path}: no recording in this folder: want files named *.lp, *.lp.gz or *.lp.zst")
@@ -531,6 +534,8 @@ class Writer:
         except OSError as error:
             raise RecordingError(f"{path}: cannot be written: {not_made(self.path, error)}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise RecordingError(f"{path}: exists and is no file: record under another name")
             self._claim()
             self._end = _whole(self.path, self._fd, self._codec)
             os.ftruncate(self._fd, self._end)

@@ -91,8 +91,11 @@ def test_every_option_has_a_sentence(verb: str, name: str) -> None:
         ["replay", "x.lp", "--speed", "0"],
         ["replay", "x.lp", "--speed", "nan"],
         ["replay", "x.lp", "--speed", "fast"],
+        ["replay", ""],
         ["record"],
+        ["record", ""],
         ["agent"],
+        ["agent", "--analyze", "--socket", ""],
         ["agent", "--host", ""],
     ],
 )
@@ -124,7 +127,10 @@ def test_the_version_is_told() -> None:
     ("arguments", "said"),
     [
         (["replay", "missing.lp"], "missing.lp: no such recording"),
+        (["replay", "loop.lp"], "loop.lp: cannot be read: Too many levels of symbolic links"),
+        (["replay", "pipe.lp"], "pipe.lp: neither a file nor a folder"),
         (["replay", "text.lp"], "text.lp:1: "),
+        (["record", "pipe.lp"], "pipe.lp: exists and is no file: record under another name"),
         (["record", "missing/x.lp"], "missing/x.lp: cannot be written: there is no folder missing"),
         (["record", "missing/new/"], "missing/new/: cannot be made: there is no folder missing"),
         (["record", "text.lp/"], "text.lp/: cannot be made: File exists"),
@@ -138,6 +144,8 @@ def test_the_version_is_told() -> None:
 )
 def test_an_error_says_what_was_tried_and_ends_with_1(tmp_path: Path, arguments: Sequence[str], said: str) -> None:
     (tmp_path / "text.lp").write_text("this is not a recording\n")
+    (tmp_path / "loop.lp").symlink_to("loop.lp")
+    os.mkfifo(tmp_path / "pipe.lp")
     done = diagnosd(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert said in done.stderr

@@ -71,6 +71,15 @@ def test_no_such_command_is_127_and_says_so() -> None:
     assert (done.returncode, done.stderr) == (127, "diagnosd: no-such-command: no such command\n")
 
 
+def test_a_folder_and_an_empty_name_are_said_to_be_no_commands(tmp_path: Path) -> None:
+    for name, code, said in (
+        (tmp_path, 126, f"{tmp_path}: is a folder, not a command"),
+        ("", 127, "the name of the command is empty"),
+    ):
+        done = diagnosd("run", "--", name)
+        assert (done.returncode, done.stderr) == (code, f"diagnosd: {said}\n")
+
+
 @pytest.mark.parametrize("text", ["#!/bin/sh\n", "no first line\n"])
 def test_a_command_that_is_not_executable_is_126(tmp_path: Path, text: str) -> None:
     script = tmp_path / "script"
