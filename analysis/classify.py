@@ -194,7 +194,7 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
 
 
 def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
-    cases = sorted(cases, key=lambda case: (-case.weighed, case.cause.code))
+    cases = sorted(cases, key=lambda case: (bool(case.veto or case.short), -case.weighed, case.cause.code))
     first, second = cases[0], cases[1]
     place = where(c, first.cause.code, evidence)
     codes = (first.cause.code, second.cause.code)
@@ -225,11 +225,12 @@ def _lacks(case: _Case) -> str:
 
 def next_measurement(first: Cause, second: Cause, missing: list[Row]) -> str:
     """What is not measured and separates two causes best: the row whose weights for them differ most."""
+    rivals = " from ".join(cause.code.replace("_", " ") for cause in (first, second))
     apart = {row.metric: abs(row.weights.get(first.code, 0) - row.weights.get(second.code, 0)) for row in missing}
     if not apart or max(apart.values()) == 0:
-        return f"To tell {first.title} from {second.title}: {first.next}"
+        return f"To tell {rivals}: {first.next}"
     row = max(missing, key=lambda row: (apart[row.metric], row.metric))
-    return f"To tell {first.title} from {second.title}, {row.metric} is not measured. {row.advice}"
+    return f"To tell {rivals}: {row.metric} is not measured. {row.advice}"
 
 
 def _speaks(one: Evidence, cause: str) -> bool:

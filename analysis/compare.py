@@ -193,11 +193,6 @@ class Comparison:
         rest = set(self.all_hosts) - {host}
         return rest.pop() if len(rest) == 1 else None
 
-    def count(self, series: Series, name: str) -> int:
-        """Samples during."""
-        first, last = np.searchsorted(self.trace.samples(series, name)[0], self.during)
-        return int(last - first)
-
     def series(self, measurement: str, hosts: tuple[str, ...], **tags: str) -> Iterator[tuple[str, Series]]:
         for host in hosts:
             for series in self.trace.series_of(measurement, host, **tags):

@@ -35,7 +35,10 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "diagnosd_process": (
         "phase", "group", "seq", "state", "cpu_main", "cpu_workers", "throttled", "involuntary_switches", "gc_seconds",
     ),
-    "diagnosd_socket": ("rtt", "cwnd", "retransmits", "bytes_sent", "bytes_received", "send_queue", "receive_queue"),
+    "diagnosd_socket": (
+        "rtt", "cwnd", "retransmits", "bytes_sent", "bytes_received", "send_queue", "receive_queue",
+        "segments_sent", "busy", "receiver_limited",
+    ),
     "diagnosd_nccl": ("network",),
 }  # fmt: skip
 

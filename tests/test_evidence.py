@@ -63,10 +63,10 @@ def compared(
     return Comparison(**{**fields, **changes})
 
 
-def counted(measurement: str, field: str, before: float, during: float, **tags: str) -> list[Point]:
+def counted(measurement: str, field: str, before: float, during: float, kind: type = int, **tags: str) -> list[Point]:
     """A counter that grows by so much a second for a minute, and by so much in the ten seconds that follow."""
     values = np.concatenate([before * np.arange(0, 61), before * 60 + during * np.arange(1, 12)])
-    return [point(measurement, tags, {field: int(v)}, T0 + n * 10**9 + 1) for n, v in enumerate(values)]
+    return [point(measurement, tags, {field: kind(v)}, T0 + n * 10**9 + 1) for n, v in enumerate(values)]
 
 
 def shown(measurement: str, field: str, before: float, during: float, kind: type = float, **tags: str) -> list[Point]:
@@ -141,14 +141,34 @@ def test_two_links_with_a_longer_way_name_the_host_that_both_touch() -> None:
     assert "c -> b" in verdict.text
 
 
-def test_between_two_hosts_the_longer_send_queue_tells_which_way_is_slow() -> None:
-    points = []
-    for host, rank, peer, queue in (("a", 0, 1, 1_087_000), ("b", 1, 0, 90_000)):
-        points += talk(host, rank, peer)
-        points += shown("diagnosd_socket", "rtt", 0.0024, 0.014, **socket(host, rank, peer))
-        points += shown("diagnosd_socket", "send_queue", 80_000, queue, int, **socket(host, rank, peer))
-    (verdict,) = classify(compared({"transfer": 0.5}, *points))
-    assert verdict.loci == ("host:b",)
+def sending(host: str, rank: int, peer: int, rate: float, closed: float = 0.0) -> list[Point]:
+    """A connection that sends 90 MB/s in 0.9 of the time, and then `rate` bytes in each second in which it sends."""
+    tags = socket(host, rank, peer)
+    return [
+        *counted("diagnosd_socket", "bytes_sent", 90e6, 60e6, **tags),
+        *counted("diagnosd_socket", "busy", 0.9, 60e6 / rate + closed, float, **tags),
+        *counted("diagnosd_socket", "receiver_limited", 0.0, closed, float, **tags),
+    ]
+
+
+def test_a_connection_that_sends_more_slowly_is_congestion_however_long_the_way() -> None:
+    points = [*sending("a", 0, 1, 88e6), *shown("diagnosd_socket", "rtt", 0.0024, 0.0025, **socket("a", 0, 1))]
+    (verdict,) = classify(compared({"transfer": 0.2}, *points))
+    assert (verdict.cause, verdict.subtype, verdict.loci) == ("network_congestion", "bandwidth", ("host:b",))
+
+
+def test_a_closed_receive_window_is_not_the_path() -> None:
+    how = strongest(compared({"transfer": 0.2}, *sending("a", 0, 1, 100e6, closed=0.2)), "sending rate")
+    assert how is not None
+    assert how < 0
+
+
+@pytest.mark.parametrize(("back", "loci"), [(72e6, ("host:b",)), (67e6, ("host:a", "host:b"))])
+def test_between_two_hosts_the_direction_that_sends_more_slowly_is_named_or_either(
+    back: float, loci: tuple[str, ...]
+) -> None:
+    (verdict,) = classify(compared({"transfer": 0.5}, *sending("a", 0, 1, 66e6), *sending("b", 1, 0, back)))
+    assert tuple(sorted(verdict.loci)) == loci
 
 
 def test_retransmits_count_against_their_own_past_whatever_the_congestion_control() -> None:

@@ -5,10 +5,12 @@ copied, which a fork at the wrong moment would keep open in a loader worker. lib
 each call takes about 1 us, where getting the GIL back from a busy training thread takes up to 5 ms.
 
 Layout of struct tcp_info: include/uapi/linux/tcp.h. Fields were only ever added at its end; `bytes_sent` came with
-Linux 4.19, and where the kernel's answer is shorter the bytes that were acknowledged stand in for it.
+Linux 4.19, and where the kernel's answer is shorter the bytes that were acknowledged stand in for it, and what else was
+added by then is not told.
 """
 
 import ctypes
+import itertools
 import os
 import socket
 import struct
@@ -19,22 +21,21 @@ _MOST = 1024  # descriptors asked in one look
 _TCP_INFO = 11
 _SIOCOUTQ, _SIOCINQ = 0x5411, 0x541B
 _ESTABLISHED = 1
-_COUNTERS = ("retransmits", "bytes_sent", "bytes_received")
+_COUNTERS = ("bytes_sent", "bytes_received", "retransmits", "segments_sent", "busy", "receiver_limited")
 
 Fields = Dict[str, "int | float"]
+Counters = Tuple["int | float", ...]  # in the order of _COUNTERS, as many as the kernel tells
 
 
 class Connection(NamedTuple):
-    """One TCP connection. `rtt` in s, `cwnd` in segments, queues and counters in bytes."""
+    """One TCP connection. `rtt` in s, `cwnd` in segments, queues in bytes."""
 
     ends: bytes  # both addresses with their ports, which name it
     local: str
     peer: str
     rtt: float
     cwnd: int
-    retransmits: int
-    bytes_sent: int
-    bytes_received: int
+    counters: Counters
     send_queue: int
     receive_queue: int
 
@@ -46,9 +47,9 @@ class Peers:
         self.addresses: Set[str] = set()  # local ends
         self._libc = ctypes.PyDLL(None)
         self._known: Dict[bytes, Connection] = {}  # by their ends
-        self._closed: Dict[str, Tuple[int, int, int]] = {}  # counters of closed connections, by peer
-        self._before: Dict[str, Tuple[int, int, int]] = {}  # counters at the last look, by peer
-        self._others = (0, 0, 0)  # what was counted by peers in the looks in which they were not named
+        self._closed: Dict[str, Counters] = {}  # of closed connections, by peer
+        self._before: Dict[str, Counters] = {}  # at the last look, by peer
+        self._others: Counters = ()  # what was counted by peers in the looks in which they were not named
 
     def read(self) -> Dict[str, Fields]:
         """Fields of `diagnosd_socket` for each of the peers with the longest send queue or rtt, and of the rest."""
@@ -57,9 +58,8 @@ class Peers:
         except OSError:  # no file may be opened, so the folder of them cannot be read: they are there all the same
             return {}
         for ends, gone in self._known.items():
-            if ends not in now or now[ends].bytes_sent < gone.bytes_sent:  # closed, or made anew between the same ends
-                before = self._closed.get(gone.peer, (0, 0, 0))
-                self._closed[gone.peer] = _added(before, _counters(gone))
+            if ends not in now or now[ends].counters[0] < gone.counters[0]:  # closed, or made anew with the same ends
+                self._closed[gone.peer] = _added(self._closed.get(gone.peer, ()), gone.counters)
         moved = {ends: _moved(self._known.get(ends), connection) for ends, connection in now.items()}
         self._known = now
         self.addresses.update(connection.local for connection in now.values())
@@ -84,8 +84,8 @@ class Peers:
     def _other(self, rest: Dict[str, Fields]) -> Fields:
         """The sum of what each has grown by since the last look: peers come into the rest and leave it again."""
         for peer, each in rest.items():
-            now, then = _told_counters(each), self._before.get(peer, (0, 0, 0))
-            self._others = _added(self._others, (now[0] - then[0], now[1] - then[1], now[2] - then[2]))
+            minus = tuple(-count for count in self._before.get(peer, ()))
+            self._others = _added(_added(self._others, _told_counters(each)), minus)
         other: Fields = dict(zip(_COUNTERS, self._others))  # noqa: B905 - Python 3.8 knows no strict
         other.update((key, sum(each[key] for each in rest.values())) for key in ("send_queue", "receive_queue"))
         return other
@@ -93,18 +93,17 @@ class Peers:
     def _fields(self, peer: str, connections: List[Connection]) -> Fields:
         """Path and window of the connection that moved most since the last look, sums of all."""
         busiest = connections[0]
-        counters = self._closed.get(peer, (0, 0, 0))
+        counters = self._closed.get(peer, ())
         for connection in connections:
-            counters = _added(counters, _counters(connection))
-        return {
+            counters = _added(counters, connection.counters)
+        fields: Fields = {
             "rtt": round(busiest.rtt, 6),
             "cwnd": busiest.cwnd,
-            "retransmits": counters[0],
-            "bytes_sent": counters[1],
-            "bytes_received": counters[2],
             "send_queue": sum(connection.send_queue for connection in connections),
             "receive_queue": sum(connection.receive_queue for connection in connections),
         }
+        fields.update(zip(_COUNTERS, counters))  # noqa: B905 - Python 3.8 knows no strict
+        return fields
 
     def _connections(self) -> Iterator[Connection]:
         for name in os.listdir("/proc/self/fd")[:_MOST]:
@@ -120,11 +119,9 @@ class Peers:
         local, peer = (_address(end) for end in ends)
         if not local or not peer:
             return None
-        rtt_us, cwnd, retransmits = (struct.unpack_from("=I", info, at)[0] for at in (68, 80, 100))
-        acknowledged, received = struct.unpack_from("=QQ", info, 120)
-        sent = struct.unpack_from("=Q", info, 200)[0] if len(info) >= 208 else acknowledged
+        rtt_us, cwnd = (struct.unpack_from("=I", info, at)[0] for at in (68, 80))
         queues = (self._queued(fd, _SIOCOUTQ), self._queued(fd, _SIOCINQ))
-        return Connection(b"".join(ends), local, peer, rtt_us * 1e-6, cwnd, retransmits, sent, received, *queues)
+        return Connection(b"".join(ends), local, peer, rtt_us * 1e-6, cwnd, _counters(info), *queues)
 
     def _call(self, name: str, size: int, *arguments: int) -> Optional[bytes]:
         """What libc's `name` writes into a buffer of `size` bytes, None where it refuses."""
@@ -153,19 +150,29 @@ def _address(raw: bytes) -> str:
     return socket.inet_ntop(family, raw[8:24])
 
 
-def _counters(connection: Connection) -> Tuple[int, int, int]:
-    return connection.retransmits, connection.bytes_sent, connection.bytes_received
+def _counters(info: bytes) -> Counters:
+    """Of the path: what was sent and how often again, and the s in which bytes were under way or waiting to be.
+
+    In some of those the receiver's window was closed: it did not read.
+    """
+    retransmits = struct.unpack_from("=I", info, 100)[0]
+    acknowledged, received = struct.unpack_from("=QQ", info, 120)
+    if len(info) < 208:
+        return acknowledged, received, retransmits
+    segments = struct.unpack_from("=I", info, 156)[0]  # with data, those sent again among them
+    busy_us, receiver_us = struct.unpack_from("=QQ", info, 168)
+    sent = struct.unpack_from("=Q", info, 200)[0]
+    return sent, received, retransmits, segments, round(busy_us * 1e-6, 6), round(receiver_us * 1e-6, 6)
 
 
-def _told_counters(fields: Fields) -> Tuple[int, int, int]:
-    retransmits, sent, received = (int(fields[key]) for key in _COUNTERS)
-    return retransmits, sent, received
+def _told_counters(fields: Fields) -> Counters:
+    return tuple(fields[key] for key in _COUNTERS if key in fields)
 
 
-def _added(a: Tuple[int, int, int], b: Tuple[int, int, int]) -> Tuple[int, int, int]:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+def _added(a: Counters, b: Counters) -> Counters:
+    return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))
 
 
 def _moved(before: Optional[Connection], now: Connection) -> int:
-    then = before.bytes_sent + before.bytes_received if before else 0
-    return max(0, now.bytes_sent + now.bytes_received - then)
+    then = sum(before.counters[:2]) if before else 0
+    return max(0, int(sum(now.counters[:2]) - then))

@@ -114,7 +114,8 @@ def table(done: Run) -> str:
 
 
 def keep_recording(pick: Pick, done: Run, record: Path, into: Path) -> None:
-    target = into / f"{pick.scenario.name}-{pick.ranks}"
+    size = "" if pick.size is None else f"-{pick.size:.0%}".rstrip("%")
+    target = into / f"{pick.scenario.name}-{pick.ranks}{size}"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(record, target)
     truth = {"scenario": pick.scenario.name, "onset": done.onset, "cleared": done.cleared}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -40,6 +41,20 @@ def test_bytes_and_queues_of_a_connection_are_told_under_the_peers_address() -> 
     assert fields["retransmits"] == 0
     assert fields["cwnd"] > 0
     assert 0 < fields["rtt"] < 10
+
+
+def test_time_with_bytes_under_way_is_told_and_how_much_of_it_the_receiver_did_not_read() -> None:
+    peers = Peers()
+    with connections("127.0.0.7") as [(client, server)]:
+        client.setblocking(False)
+        sent = fill(client)
+        time.sleep(0.3)  # the kernel counts by its own clock
+        stuck = peers.read()["127.0.0.7"]
+        drain(server, sent)
+        told = peers.read()["127.0.0.7"]
+    assert told["busy"] >= told["receiver_limited"] > 0.25
+    assert stuck["busy"] > 0.25
+    assert told["segments_sent"] > 0
 
 
 def test_the_local_addresses_are_known() -> None:
