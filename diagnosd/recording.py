@@ -7,6 +7,7 @@ goes on at the next magic number that opens a frame. Whatever its size, no more 
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import gzip
@@ -284,7 +285,9 @@ class _Source:
             if text is None:
                 yield None
                 continue
-            self.header = self.header or _header(self.path, text)
+            if self.header is None:
+                text = text.removeprefix(codecs.BOM_UTF8)  # editors on Windows put it there
+                self.header = _header(self.path, text)
             if self._text.lost > lost:
                 lost = self._text.lost
                 yield self.decoder.finish()  # no line goes on behind a hole

@@ -216,6 +216,15 @@ class TestDamage:
         assert reading.faults.first is not None
         assert reading.faults.first.startswith(f"{path}:2: want 'measurement")
 
+    @pytest.mark.parametrize("header", [b"", b'# diagnosd-recording 1 {"cluster": "east"}\n'])
+    def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(self, tmp_path: Path, header: bytes) -> None:
+        path = tmp_path / "a.lp"
+        path.write_bytes(b"\xef\xbb\xbf" + header + encode(FIVE[:3]))
+        reading = read(record(path, FIVE[3:]))
+        assert points_of(reading) == FIVE
+        assert not reading.faults
+        assert reading.header.cluster == ("east" if header else "")
+
     def test_a_last_line_without_a_newline_is_read_and_kept(self, tmp_path: Path) -> None:
         path = tmp_path / "a.lp"
         path.write_bytes(encode(FIVE[:3])[:-1])
