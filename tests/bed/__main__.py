@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,6 +114,19 @@ def table(done: Run) -> str:
     return "\n".join([head, *rows])
 
 
+class Result(NamedTuple):
+    """`grew` is by how much of itself a step became longer, as the script's own clock says; None where unknown."""
+
+    pick: Pick
+    verdict: Verdict
+    grew: float | None = None
+
+    @property
+    def size(self) -> str:
+        asked = f"{self.pick.size:.0%} of a step"
+        return asked if self.grew is None else f"{self.grew:.0%} of a step ({asked} were asked for)"
+
+
 def keep_recording(pick: Pick, done: Run, record: Path, into: Path) -> None:
     size = "" if pick.size is None else f"-{pick.size:.0%}".rstrip("%")
     target = into / f"{pick.scenario.name}-{pick.ranks}{size}"
@@ -122,13 +136,15 @@ def keep_recording(pick: Pick, done: Run, record: Path, into: Path) -> None:
     (target / "truth.json").write_text(json.dumps(truth) + "\n")
 
 
-def append(log: Path, pick: Pick, verdict: Verdict, load: quiet.Load, others: float) -> None:
+def append(log: Path, result: Result, load: quiet.Load, others: float) -> None:
+    pick, verdict, grew = result
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "scenario": str(pick),
         "passed": verdict.passed,
         "result": verdict.text,
         "delay_s": verdict.delay,
+        "grew": grew and round(grew, 3),
         "commit": commit(),
         "load": load.average,
         "cpu_used": round(load.used, 3),  # before the run
@@ -143,7 +159,7 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def one(pick: Pick, args: argparse.Namespace) -> Verdict:
+def one(pick: Pick, args: argparse.Namespace) -> Result:
     load = quiet.load() if args.busy else quiet.settled()
     if load.used > quiet.BUSY and not args.busy:
         print(f"the machine is busy: {load}, at most {quiet.BUSY:.0%} may be (--busy: all the same)", file=sys.stderr)
@@ -158,33 +174,29 @@ def one(pick: Pick, args: argparse.Namespace) -> Verdict:
             if args.case and verdict.passed:
                 write_case(done, path / "record", ROOT / "recordings" / args.case)
         except BedError as error:
-            verdict = Verdict(passed=False, text=f"the bed failed: {error}")
-    taken = others.share()
+            done, verdict = None, Verdict(passed=False, text=f"the bed failed: {error}")
+    result, taken = Result(pick, verdict, done.grew if done else None), others.share()
     print(f"{'passed' if verdict.passed else 'FAILED'}: {pick}: {verdict.text}; others took {taken:.0%} of the CPUs")
     if args.log:
-        append(args.log, pick, verdict, load, taken)
-    return verdict
+        append(args.log, result, load, taken)
+    return result
 
 
-def account(results: Sequence[tuple[Pick, Verdict]]) -> Iterator[str]:
+def account(results: Sequence[Result]) -> Iterator[str]:
     """One line a scenario: how often it passed, and how soon it was told."""
-    for name in dict.fromkeys(str(pick) for pick, _ in results):
-        verdicts = [verdict for pick, verdict in results if str(pick) == name]
+    for name in dict.fromkeys(str(result.pick) for result in results):
+        verdicts = [result.verdict for result in results if str(result.pick) == name]
         delays = [f"{verdict.delay:.1f}" for verdict in verdicts if verdict.delay is not None]
         passed = sum(verdict.passed for verdict in verdicts)
         yield f"{name:32}{passed} of {len(verdicts)}" + (f"   told after {', '.join(delays)} s" if delays else "")
 
 
-def smallest(results: Sequence[tuple[Pick, Verdict]]) -> Iterator[str]:
+def smallest(results: Sequence[Result]) -> Iterator[str]:
     """Of each graded scenario the smallest size that passed, all larger ones having passed too."""
-    for name in dict.fromkeys(pick.scenario.name for pick, _ in results):
-        found = "none"
-        for pick, verdict in results:
-            if pick.scenario.name == name and pick.size:
-                if not verdict.passed:
-                    break
-                found = f"{pick.size:.0%} of a step"
-        yield f"{name:32}smallest told: {found}"
+    for name in dict.fromkeys(result.pick.scenario.name for result in results):
+        told = [result for result in results if result.pick.scenario.name == name and result.pick.size]
+        passed = list(takewhile(lambda result: result.verdict.passed, told))
+        yield f"{name:32}smallest told: {passed[-1].size if passed else 'none'}"
 
 
 def main() -> int:
@@ -195,12 +207,12 @@ def main() -> int:
     if not chosen:
         return CANNOT_RUN
     try:
-        results = [(pick, one(pick, args)) for pick in chosen]
+        results = [one(pick, args) for pick in chosen]
     except KeyboardInterrupt:
         return 130
     if len(results) > 1:
         print("\n".join(["", *account(results), *(smallest(results) if args.graded else ())]))
-    return 0 if all(verdict.passed for _, verdict in results) else 1
+    return 0 if all(result.verdict.passed for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ class Run:
     lost: float | None = None  # s of all ranks together that steps took longer than before the fault
 
     @property
+    def grew(self) -> float | None:
+        """By how much of itself a step became longer, by the script's own clock; None where nothing changed midway."""
+        before, during = ([row.step for row in self.rows if row.phase == phase] for phase in ("before", "during"))
+        return statistics.mean(during) / statistics.mean(before) - 1 if before and during else None
+
+    @property
     def job(self) -> str:
         return f"bed-{self.scenario.name}"
 
