@@ -1,6 +1,7 @@
 """`python -m tests.bed SCENARIO`: real training with a real fault, and whether diagnosd says what it is.
 
-Exit code 0 where everything passed, 1 where something did not, 2 for usage, 3 where the bed cannot be run here and now.
+Exit code 0 where everything passed, 1 where something did not, 2 for usage, 3 where something could not be run here and
+now.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def main() -> int:
     args = arguments()
     stop_on_terminate()
     remove_stale()
-    chosen = [pick for pick in picks(args) if can_run(pick)]
+    wanted = picks(args)
+    chosen = [pick for pick in wanted if can_run(pick)]
     if not chosen:
         return CANNOT_RUN
     try:
@@ -212,7 +214,9 @@ def main() -> int:
         return 130
     if len(results) > 1:
         print("\n".join(["", *account(results), *(smallest(results) if args.graded else ())]))
-    return 0 if all(result.verdict.passed for result in results) else 1
+    if not all(result.verdict.passed for result in results):
+        return 1
+    return 0 if chosen == wanted else CANNOT_RUN
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 from .fabric import LINE_RATE, Fabric
 from .limits import Limit, Resource
 
-# Of a healthy step of two ranks, what the wire takes (about 155 of 180 ms): what grows when a port becomes slower.
-WIRE_SHARE = 0.85
+# Of a healthy step of two ranks (185 ms), what the transfer takes, and what its bytes take of 1 Gbit/s: measured.
+TRANSFER_SHARE, BYTES_SHARE = 0.80, 0.73
 
 # Two ranks wait for the CPU instead of the wire with this batch: 40 ms of forward where 64 samples take 7.
 HEAVY_BATCH = 512
@@ -37,7 +37,7 @@ Fault = Callable[[Site, float | None], AbstractContextManager[None]]
 
 def slower(size: float | None) -> str:
     """The rate of a port, as tc writes it, with which a step that waits for the wire is longer by `size` of itself."""
-    return "200mbit" if size is None else f"{1000 / (1 + size / WIRE_SHARE):.0f}mbit"
+    return "200mbit" if size is None else f"{1000 * BYTES_SHARE / (TRANSFER_SHARE + size):.0f}mbit"
 
 
 @contextmanager
