@@ -262,6 +262,7 @@ def _left_out(reading: Reading, analysis: Analysis) -> str:
         (faults.mistyped, "field of another type than the contract's", "fields of other types than the contract's"),
         (faults.torn, "unfinished end", "unfinished ends"),
         (faults.lost, "corrupt frame", "corrupt frames"),
+        (faults.unread, "file or the rest of one", "files or the rest of them"),
         (order.late, "point that came too late", "points that came too late"),
         (order.strays, "point of a wrong clock", "points of a wrong clock"),
         (trace.unreadable, "unreadable document", "unreadable documents"),

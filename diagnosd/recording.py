@@ -72,10 +72,11 @@ class Faults:
     mistyped: int = 0  # fields whose type is not the contract's
     torn: int = 0  # frames and lines that end unfinished where their file ends
     lost: int = 0  # frames whose checksum or contents are wrong
-    first: str | None = None  # which file, where in it, and why
+    unread: int = 0  # files that cannot be read, or not to their end
+    first: str | None = None  # which file, where in it, and why; of one that is unread, if there is one
 
     def __bool__(self) -> bool:
-        return bool(self.bad or self.mistyped or self.torn or self.lost)
+        return bool(self.bad or self.mistyped or self.torn or self.lost or self.unread)
 
 
 class _Inflating(Protocol):
@@ -261,6 +262,19 @@ class _Source:
     def lost(self) -> int:
         return self._text.lost if self._text else 0
 
+    def gone(self) -> str:
+        """What has become of a file that was to grow; "" as long as it may."""
+        ours = os.fstat(self._fd)
+        try:
+            there = self.path.stat()
+        except FileNotFoundError:
+            return "removed"
+        except OSError:
+            return ""  # where it lies cannot be seen now; what is open can be read
+        if not os.path.samestat(ours, there):
+            return "replaced by another"
+        return "cut short" if ours.st_size < self.position else ""
+
     def fill(self) -> bool:
         """Whether there is a point to take, now."""
         while self.at >= len(self.batch):
@@ -355,6 +369,7 @@ class Reading:
         self._stop = stop
         self._wait = wait
         self._sources: dict[Path, _Source] = {}
+        self._unread: dict[Path, str] = {}  # what cannot be read, or not to its end, and why
         try:
             self._open()
         except RecordingError:
@@ -366,6 +381,8 @@ class Reading:
         for source in self._sources.values():
             source.final = not self._follow
         filled = [self._fill(source) for source in self._sources.values()]
+        if self._unread and self._sources.keys() <= self._unread.keys():
+            raise RecordingError(self.unread[0])
         if not self._follow and not any(filled):
             raise RecordingError(next(iter(self._sources.values())).nothing())
 
@@ -386,8 +403,13 @@ class Reading:
         return sum(source.size for source in list(self._sources.values()))
 
     @property
+    def unread(self) -> list[str]:
+        """The files that cannot be read, or not to their end: which, and why, in the order in which it was seen."""
+        return list(self._unread.values())
+
+    @property
     def faults(self) -> Faults:
-        faults = Faults()
+        faults = Faults(unread=len(self._unread), first=next(iter(self._unread.values()), None))
         for path in sorted(self._sources):
             source = self._sources[path]
             counts = source.decoder.counts
@@ -415,33 +437,57 @@ class Reading:
             self.close()
 
     def _rounds(self) -> Iterator[list[Point]]:
-        final = False
-        while not final:
-            final = not self._follow or self._stop()
-            self._discover()
-            for source in self._sources.values():
-                source.final = final
+        final = not self._follow
+        while True:
+            if self._follow:
+                final = self._stop()
+                final |= not self._look()
+            for path, source in self._sources.items():
+                source.final = final or path in self._unread
             quiet = True
             for batch in self._merged():
                 quiet = False
                 yield batch
-            if quiet and not final:
+            if final:
+                return
+            if quiet:
                 yield []
                 self._wait()
 
+    def _look(self) -> bool:
+        """What has gone, and what has come. Whether more may come."""
+        for path, source in self._sources.items():
+            if path not in self._unread and (end := source.gone()):
+                self._unread[path] = f"{path}: {end} while it was followed"
+        if self.path in self._unread:
+            return False
+        try:
+            self._discover()
+        except RecordingError as error:
+            self._unread[self.path] = str(error)
+        return self.path not in self._unread
+
     def _discover(self) -> None:
         try:
-            for path in _files(self.path, growing=self._follow):
-                if path not in self._sources:
-                    self._sources[path] = _Source(path)
+            found = _files(self.path, growing=self._follow)
         except OSError as error:
-            raise RecordingError(f"{error.filename or self.path}: cannot be read: {error.strerror}") from error
+            raise RecordingError(_unreadable(self.path, error)) from error
+        for path in found:
+            if path in self._sources or path in self._unread:
+                continue
+            try:
+                self._sources[path] = _Source(path)
+            except OSError as error:
+                self._unread[path] = _unreadable(path, error)
 
     def _fill(self, source: _Source) -> bool:
         try:
             return source.fill()
         except OSError as error:
-            raise RecordingError(f"{source.path}: cannot be read: {error.strerror}") from error
+            self._unread[source.path] = _unreadable(source.path, error)
+        except RecordingError as error:
+            self._unread[source.path] = str(error)
+        return False
 
     def _merged(self) -> Iterator[list[Point]]:
         """What the files have now, the earliest next point first; at the same time, by file name."""
@@ -478,6 +524,10 @@ def _take(source: _Source, rank: int, other: tuple[int, int] | None, out: list[P
     return end
 
 
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be read: {error.strerror}"
+
+
 def _files(path: Path, *, growing: bool) -> list[Path]:
     try:
         mode = path.stat().st_mode
@@ -510,8 +560,8 @@ def read(
     when nothing new is there an empty batch is given out and `wait` is called; when `stop` says so, what is left is
     read and the iteration ends.
 
-    RecordingError where there is nothing to read: no such path, no permission, another version, no recording, or
-    (unless it is followed) not one point. Everything less is counted in `faults`.
+    RecordingError where there is nothing to read: no such path, no file of it that may be read or is of this version,
+    no recording, or (unless it is followed) not one point. Everything less is counted in `faults`.
     """
     return Reading(Path(path), follow=follow, stop=stop, wait=wait)
 

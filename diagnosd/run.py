@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -99,8 +100,15 @@ class Verdicts:
 
     def _points(self) -> Iterator[list[Point]]:
         if self._folder is None:
-            return iter(self._batches.get, None)
-        return iter(read(self._folder, follow=True, stop=lambda: time.monotonic() > self._closed_at + GRACE_S))
+            yield from iter(self._batches.get, None)
+            return
+        told = 0
+        reading = read(self._folder, follow=True, stop=lambda: time.monotonic() > self._closed_at + GRACE_S)
+        for points in chain(reading, ([],)):  # what ended the reading is known only behind its last points
+            yield points
+            for reason in reading.unread[told:]:
+                log.warning("%s; the verdict covers what was read", reason)
+                told += 1
 
     def _work(self) -> None:
         try:
@@ -116,7 +124,7 @@ class Verdicts:
                 self._say(self.analysis.feed(points))
                 self._went_on_at = time.monotonic()
         except RecordingError as error:
-            log.warning("%s; the verdict covers what was read before", error)
+            log.warning("%s; the verdict covers what was read", error)
         self._say(self.analysis.finish())
         self.summary = self.analysis.summary()
 

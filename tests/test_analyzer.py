@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -165,6 +166,20 @@ def test_what_was_left_out_is_told_in_one_line(
     told = capsys.readouterr()
     assert told.out.startswith("Data starvation")
     assert told.err.startswith(f"diagnosd: left out: 1 unfinished end (first: {torn}: ")
+
+
+def test_a_recording_that_is_removed_while_it_is_followed_gets_its_verdict(starved: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(starved, tmp_path))
+    command = [sys.executable, "-m", "diagnosd", "replay", "--follow", str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as followed:
+        assert followed.stdout
+        assert "Data starvation" in followed.stdout.readline()
+        path.unlink()
+        out, err = followed.communicate(timeout=30)
+    assert "\nJob " in out
+    assert err == f"diagnosd: left out: 1 file or the rest of one (first: {path}: removed while it was followed)\n"
+    assert followed.returncode == 0
 
 
 def test_a_bad_line_is_told_with_its_file_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

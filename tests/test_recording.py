@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,13 @@ def points_of(reading: Reading) -> list[Point]:
 def run(program: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[1]
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=root)
+
+
+def as_nobody(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Root may read everything."""
+    for each in (folder, *list(folder.parents)[:2]):  # pytest's own, closed to others
+        each.chmod(0o755)
+    return run(f"import os, diagnosd.recording\nos.geteuid() or os.setuid(65534)\n{program}")
 
 
 def number(each: Point) -> int:
@@ -296,11 +305,93 @@ class TestFolder:
         assert reading.faults.first is not None
         assert "n02.lp:1: " in reading.faults.first
 
+    def test_one_file_that_may_not_be_read_does_not_hide_the_others(self, tmp_path: Path) -> None:
+        record(tmp_path / "n01.lp", FIVE)
+        (tmp_path / "n02.lp").write_bytes(encode(FIVE))
+        (tmp_path / "n02.lp").chmod(0)
+        for follow in (False, True):
+            out = as_nobody(
+                f"""
+from diagnosd.recording import read
+reading = read({str(tmp_path)!r}, follow={follow}, stop=lambda: True)
+print(sum(map(len, reading)), reading.faults.unread, reading.faults.first)
+""",
+                tmp_path,
+            )
+            assert out.stdout == f"5 1 {tmp_path}/n02.lp: cannot be read: Permission denied\n", out.stderr
+
+    def test_one_file_of_another_version_does_not_hide_the_others(self, tmp_path: Path) -> None:
+        record(tmp_path / "n02.lp", FIVE)
+        (tmp_path / "n01.lp").write_bytes(b"# diagnosd-recording 2 {}\n")
+        reading = read(tmp_path)
+        assert points_of(reading) == FIVE
+        assert reading.faults.unread == 1
+        assert (reading.faults.first or "").startswith(f"{tmp_path}/n01.lp:1: a recording of version 2")
+
+    def test_where_no_file_can_be_read_that_is_told(self, tmp_path: Path) -> None:
+        for name in ("n01.lp", "n02.lp"):
+            (tmp_path / name).write_bytes(b"# diagnosd-recording 2 {}\n")
+        for follow in (False, True):
+            with pytest.raises(RecordingError, match=r"n01.lp:1: a recording of version 2"):
+                read(tmp_path, follow=follow)
+
     def test_its_header_is_the_first_that_tells_something(self, tmp_path: Path) -> None:
         (tmp_path / "a.lp").write_bytes(encode(FIVE[:1]))
         record(tmp_path / "b.lp", FIVE[1:], cluster="east")
         assert read(tmp_path).header.cluster == "east"
         assert read(tmp_path / "a.lp").header == Header()
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(path: Path) -> None:
+    record(path.parent / "another.lp", FIVE)
+    (path.parent / "another.lp").replace(path)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, 20)
+
+
+class TestWhatIsLostWhileItIsFollowed:
+    @each_suffix
+    @pytest.mark.parametrize(
+        ("lose", "said"), [(removed, "removed"), (replaced, "replaced by another"), (cut_short, "cut short")]
+    )
+    def test_a_file_was_read_to_its_end_and_what_became_of_it_is_said(
+        self, tmp_path: Path, suffix: str, lose: Callable[[Path], None], said: str
+    ) -> None:
+        path = record(tmp_path / f"a{suffix}", FIVE)
+        todo = [path]
+        reading = read(path, follow=True, wait=lambda: lose(todo.pop()))
+        assert points_of(reading) == FIVE
+        assert reading.unread == [f"{path}: {said} while it was followed"]
+        assert reading.faults.unread == 1
+
+    def test_the_other_files_of_a_folder_are_followed_on(self, tmp_path: Path) -> None:
+        path = record(tmp_path / "n01.lp", FIVE[:2])
+        record(tmp_path / "n02.lp", FIVE[2:3])
+        todo = [FIVE[3:]]
+
+        def wait() -> None:
+            if path.exists():
+                path.unlink()
+            else:
+                record(tmp_path / "n02.lp", todo.pop())
+
+        reading = read(tmp_path, follow=True, stop=lambda: not todo, wait=wait)
+        assert points_of(reading) == FIVE
+        assert reading.unread == [f"{path}: removed while it was followed"]
+
+    def test_a_folder_was_read_to_its_end_and_what_became_of_it_is_said(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        record(folder / "n01.lp", FIVE)
+        reading = read(folder, follow=True, wait=lambda: shutil.rmtree(folder))
+        assert points_of(reading) == FIVE
+        assert reading.unread == [f"{folder}/n01.lp: removed while it was followed", f"{folder}: no such recording"]
 
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + bytes(range(256)) * 20
@@ -346,18 +437,14 @@ class TestWhatIsNoRecording:
         path = record(tmp_path / "a.lp", FIVE)
         path.chmod(0)
         program = f"""
-import os
 from diagnosd.recording import RecordingError, Writer, read
-os.geteuid() or os.setuid(65534)
 for use in read, Writer:
     try:
         use({str(path)!r})
     except RecordingError as error:
         print(error)
 """
-        for folder in (tmp_path, *list(tmp_path.parents)[:2]):  # pytest's own, closed to others
-            folder.chmod(0o755)
-        out = run(program)
+        out = as_nobody(program, tmp_path)
         assert out.stdout.splitlines() == [
             f"{path}: cannot be read: Permission denied",
             f"{path}: cannot be written: Permission denied",

@@ -288,6 +288,15 @@ def test_a_folder_is_analyzed_whole_whichever_host_wrote(tmp_path: Path) -> None
     assert json.loads(done.stdout.splitlines()[-1])["jobs"]["t"]["hosts"] == ["n01", "n02"]
 
 
+def test_a_file_in_the_folder_that_cannot_be_read_is_said_and_the_others_are_judged(tmp_path: Path) -> None:
+    (tmp_path / "n02.lp").write_text("# diagnosd-recording 2 {}\n")
+    done = diagnosd("run", "--job", "t", "--record", f"{tmp_path}/", *python(TRAINING, "30"))
+    (said,) = [line for line in done.stderr.splitlines() if "n02" in line]
+    assert said.startswith(f"diagnosd: {tmp_path}/n02.lp:1: a recording of version 2")
+    assert said.endswith("; the verdict covers what was read")
+    assert "Job t: 30 steps" in done.stderr
+
+
 SEQUENCE = re.compile(r"\x1b(?:[78]|\[[0-9;]*[A-Za-z])")
 
 
