@@ -7,11 +7,11 @@ replay of the recording gives the same verdict.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import math
 import os
 import queue
-import shutil
 import sys
 import tempfile
 import threading
@@ -39,6 +39,7 @@ Document = Mapping[str, Any]
 
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 LOOK_S = 0.05  # between two looks whether somebody has had enough
+FOLDER, SOCKET = "diagnosd-run-", "probe.sock"
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
 
@@ -268,12 +269,53 @@ def _environment(environ: Mapping[str, str], socket: Path, host: str, job: str) 
 @contextmanager
 def _own_socket() -> Iterator[Path]:
     """In a folder that ranks of any user can enter; below /tmp, for a socket's path must be short."""
-    folder = Path(tempfile.mkdtemp(prefix="diagnosd-", dir="/tmp"))
+    _remove_left_behind()
+    folder, lock = _own_folder()
     try:
         folder.chmod(0o755)
-        yield folder / "probe.sock"
+        yield folder / SOCKET
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            _remove(folder, lock)
+        os.close(lock)
+
+
+def _own_folder() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/tmp"))
+        with suppress(FileNotFoundError, BlockingIOError):  # another run took it for left behind, before it was locked
+            return folder, _lock(folder)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor of the folder, locked as long as this process lives. OSError where another's is, or it has gone."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), folder.lstat()):
+            raise FileNotFoundError(folder)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_left_behind() -> None:
+    """What our user's runs left that were killed: nobody has locked it any more."""
+    for folder in Path("/tmp").glob(f"{FOLDER}*"):  # noqa: S108 - only what is ours, and no link, is touched
+        with suppress(OSError):  # it is in use, or a link, or holds something else
+            lock = _lock(folder)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    _remove(folder, lock)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(SOCKET, dir_fd=lock)
+    folder.rmdir()
 
 
 @contextmanager

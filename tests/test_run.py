@@ -7,12 +7,14 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ import pytest
 from diagnosd.liveline import LiveLine
 from diagnosd.point import Point
 from diagnosd.recording import read
+from diagnosd.run import _own_folder, _remove, _remove_left_behind
 
 ROOT = Path(__file__).parents[1]
 DIAGNOSD = [sys.executable, "-m", "diagnosd"]
@@ -464,6 +467,59 @@ def test_the_exit_code_is_the_commands_also_when_the_terminal_has_gone() -> None
         os.close(ours)
         process.communicate(b"\n", timeout=PATIENCE_S)
     assert process.returncode == 4
+
+
+@pytest.fixture
+def others() -> Iterator[tuple[Path, Path]]:
+    """A folder and a link that bear such a name and are none of ours."""
+    folder, link = Path("/tmp/diagnosd-run-folder"), Path("/tmp/diagnosd-run-link")
+    folder.mkdir()
+    (folder / "diary").touch()
+    link.symlink_to("/tmp")
+    yield folder, link
+    link.unlink()
+    shutil.rmtree(folder)
+
+
+def test_what_a_killed_run_left_behind_is_removed_by_the_next_one_and_nothing_else(others: tuple[Path, Path]) -> None:
+    command = [*DIAGNOSD, "run", *sh("echo $$ $DIAGNOSD_SOCKET; exec sleep 60")]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as killed,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running,
+    ):
+        assert killed.stdout
+        assert running.stdout
+        (orphan, left), (child, used) = killed.stdout.readline().split(), running.stdout.readline().split()
+        killed.kill()
+        killed.wait(PATIENCE_S)
+        os.kill(int(orphan), signal.SIGKILL)
+        assert Path(left).exists()
+        diagnosd("run", "--", "true")
+        assert not Path(left).parent.exists()
+        assert Path(used).is_socket()
+        assert (others[0] / "diary").exists()
+        assert others[1].is_symlink()
+        os.kill(int(child), signal.SIGKILL)
+    assert not Path(used).parent.exists()
+
+
+def test_a_run_that_just_starts_is_not_taken_for_one_that_was_killed() -> None:
+    done = threading.Event()
+
+    def tidy() -> None:
+        while not done.is_set():
+            _remove_left_behind()
+
+    others = [threading.Thread(target=tidy) for _ in range(2)]
+    for other in others:
+        other.start()
+    made = [_own_folder() for _ in range(200)]
+    done.set()
+    for other in others:
+        other.join()
+    for folder, lock in made:
+        _remove(folder, lock)  # it is there
+        os.close(lock)
 
 
 def with_an_analysis(mistake: str, *arguments: str | Path) -> list[str]:
