@@ -111,6 +111,11 @@ def _known(*values: float) -> bool:
     return not any(isnan(value) for value in values)
 
 
+def _rise(c: Comparison, now: float, before: float) -> float:
+    """By how much more than before; without a past, than on a healthy machine, where it is none. NaN: unknown."""
+    return now - (before if c.before else 0.0)
+
+
 # -- timing: the ranks' own clocks -----------------------------------------------------------------------------------
 
 
@@ -455,8 +460,10 @@ def throttled(c: Comparison) -> Iterator[Reading]:
     for column in c.suspects:
         for series in c.of_rank("diagnosd_process", column):
             now, before = c.gauge(series, "throttled")
-            if _known(now):
-                rise = now - np.nan_to_num(before)
+            if not _known(before) and _known(c.gauge(series, "cpu_main")[1]):
+                before = 0.0  # looked at, and there was no quota
+            rise = _rise(c, now, before)
+            if _known(rise):
                 text = f"its CPU quota was used up in {percent(now)} of the periods"
                 decisive = rise > 0.3 and len(c.suspects) < len(c.ranks)
                 how = strength(rise, 0.05, 0.08)
@@ -476,8 +483,8 @@ def _stalled(c: Comparison, series: Series) -> tuple[float, float]:
 def _pressure(c: Comparison, resource: str, what: str) -> Iterator[Reading]:
     for host, series in c.series("pressure", c.suspect_hosts, resource=resource, type="some"):
         now, before = _stalled(c, series)
-        if _known(now):
-            rise = now - (before if _known(before) else 0.0)
+        rise = _rise(c, now, before)
+        if _known(rise):
             text = f"tasks waited for {what} {percent(now)} of the time"
             yield Reading(f"host:{host}", now, before, strength(rise, 0.2, 0.1), text)
 
@@ -500,14 +507,10 @@ def steal(c: Comparison) -> Iterator[Reading]:
     """The hypervisor gave the processors to somebody else: 2 % (diagnosis.md 3)."""
     for host, series in c.series("cpu", c.suspect_hosts, cpu="cpu-total"):
         now, before = (value / 100 for value in c.gauge(series, "usage_steal"))
-        if _known(now):
-            yield Reading(
-                f"host:{host}",
-                now,
-                before,
-                strength(now - np.nan_to_num(before), 0.02, 0.02),
-                f"{percent(now)} of the processors stolen",
-            )
+        rise = _rise(c, now, before)
+        if _known(rise):
+            text = f"{percent(now)} of the processors stolen"
+            yield Reading(f"host:{host}", now, before, strength(rise, 0.02, 0.02), text)
 
 
 def preempted(c: Comparison) -> Iterator[Reading]:
@@ -531,8 +534,9 @@ def garbage(c: Comparison) -> Iterator[Reading]:
     for column in c.suspects:
         for series in c.of_rank("diagnosd_process", column):
             now, before = c.rate(series, "gc_seconds")
-            if _known(now) and c.lost > 0:
-                share = (now - np.nan_to_num(before)) * c.step * c.slowdown / c.lost
+            rise = _rise(c, now, before)
+            if _known(rise) and c.lost > 0:
+                share = rise * c.step * c.slowdown / c.lost
                 text = f"{percent(now)} of the time in Python's garbage collector"
                 rank, how = f"rank:{c.ranks[column]}", strength(share, 0.5, 0.15)
                 yield Reading(rank, now, before, how, text, subtype="garbage_collection")

@@ -247,11 +247,14 @@ class Trace:
         return route or (self._keep(series).append if name in self._wanted else _ignore)
 
     def _keep(self, series: Series) -> Samples:
+        """The samples of a series: those that are there, where it was only its route that was forgotten."""
+        group = self._series.setdefault((series.measurement, series.tag("host") or ""), {})
+        if series.key in group:
+            return group[series.key]
         schema = SCHEMA.get(series.measurement)
         wanted = self._wanted.get(series.measurement, ())
         kinds = {name: (schema.type_of(name) if schema else None) or "f" for name in wanted}
-        kept = Samples(series, kinds)
-        self._series.setdefault((series.measurement, series.tag("host") or ""), {})[series.key] = kept
+        kept = group[series.key] = Samples(series, kinds)
         return kept
 
     def _job(self, name: str, time: int, *, runs: bool = True) -> Job:

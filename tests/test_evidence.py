@@ -324,6 +324,37 @@ def test_a_rank_without_processor_cannot_move_its_bytes_either() -> None:
     assert "transfer" in verdict.claims
 
 
+COUNTERS = ("total", "gc_seconds")
+UNKNOWN_BEFORE = {
+    "CPU quota": ("diagnosd_process", {"throttled": 0.4}, {"job": "train", "host": "b", "rank": "1"}),
+    "stolen CPU": ("cpu", {"usage_steal": 30.0}, {"host": "b", "cpu": "cpu-total"}),
+    "CPU pressure": ("pressure", {"total": 900_000}, {"host": "b", "resource": "cpu", "type": "some"}),
+    "garbage collection": ("diagnosd_process", {"gc_seconds": 0.9}, {"job": "train", "host": "b", "rank": "1"}),
+}
+
+
+@pytest.mark.parametrize("metric", UNKNOWN_BEFORE)
+def test_what_was_not_looked_at_before_is_not_taken_for_zero(metric: str) -> None:
+    """It may always be so: then it is no sign, however much it is. Without a past, a healthy machine is the measure."""
+    measurement, fields, tags = UNKNOWN_BEFORE[metric]
+    points = [
+        point(measurement, tags, {name: value * (n if name in COUNTERS else 1) for name, value in fields.items()}, at)
+        for n, at in enumerate(range(T0 + 60 * 10**9, T0 + 71 * 10**9, 10**9))
+    ]
+    now = {**SLOW, "transfer": 0.25}
+    assert strongest(compared(now, *points, of_ranks=({}, SLOW), last=(0, 1)), metric) is None
+    assert (strongest(compared(now, *points, of_ranks=({}, SLOW), last=(0, 1), before=None), metric) or 0) > 0
+
+
+def test_a_quota_that_was_not_there_before_held_nobody_back() -> None:
+    tags = {"job": "train", "host": "b", "rank": "1"}
+    looks = shown("diagnosd_process", "cpu_main", 0.9, 0.3, **tags)
+    quota = [each for each in shown("diagnosd_process", "throttled", 0.0, 0.9, **tags) if each.time > T0 + 61 * 10**9]
+    c = compared({**SLOW, "transfer": 0.25}, *looks, *quota, of_ranks=({}, SLOW), last=(0, 1))
+    (reading,) = [one.reading for one in collect(c)[0] if one.row.metric == "CPU quota"]
+    assert (reading.decisive, reading.expected) == (True, 0.0)
+
+
 def test_a_full_prefetch_queue_speaks_against_starvation() -> None:
     starved = {"data_wait": 0.3}
     empty, full = (compared(starved, of_ranks=(starved, starved), empty=np.full(2, share)) for share in (0.9, 0.0))

@@ -245,3 +245,12 @@ def test_a_trace_of_days_is_as_large_as_one_of_an_hour() -> None:
     assert list(trace.jobs) == ["j4"]
     assert [s.tag("interface") for s in trace.series_of("net", "n1")] == ["veth4"]
     assert len(trace._routes) <= 3
+
+
+def test_what_speaks_on_keeps_its_past_when_the_silent_ones_are_forgotten() -> None:
+    rank = {"job": "j", "host": "n1", "rank": "0"}
+    trace = Trace()
+    for minute in range(100):
+        trace.add([point("diagnosd_process", 60 * minute, {"throttled": 0.4}, **rank)])
+    (series,) = trace.series_of("diagnosd_process", "n1")
+    assert len(trace.samples(series, "throttled")[0]) == 100
