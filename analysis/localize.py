@@ -120,7 +120,8 @@ def _scores(evidence: list[Evidence]) -> dict[Way, float]:
     for one in evidence:
         if one.row.metric in _SIGNS and one.reading.receiver:
             way = (one.reading.subject.removeprefix("host:"), one.reading.receiver)
-            scores[way] = scores.get(way, 0.0) + _SIGNS[one.row.metric] * _deviation(one)
+            beyond = one.reading.strength > 0  # below its threshold a sign is noise, which tells no link from another
+            scores[way] = scores.get(way, 0.0) + beyond * _SIGNS[one.row.metric] * _deviation(one)
     foreign = _foreign(evidence)
     return {way: score + 3 * foreign.get(way[1], 0.0) for way, score in scores.items()}
 
@@ -134,9 +135,12 @@ def _foreign(evidence: Iterable[Evidence]) -> dict[str, float]:
 
 
 def _deviation(one: Evidence) -> float:
-    """Widths beyond expected, without the clip: of two links beyond every threshold, the further one is it."""
+    """Widths beyond expected, without the clip: of two links beyond every threshold, the further one is it.
+
+    None of the segments may have been sent twice before; a round-trip time, window or rate of 0 is no measurement.
+    """
     now, before = one.reading.observed, one.reading.expected
-    if isnan(now) or isnan(before) or now <= 0 or before <= 0:
+    if isnan(now) or isnan(before) or now <= 0 or (before <= 0 and one.row.unit != "share"):
         return 0.0
     sign = -1 if one.row.metric in ("congestion window", "sending rate") else 1
     return max(0.0, sign * log((now + 1e-4) / (before + 1e-4)) / 0.3)

@@ -13,6 +13,7 @@ from diagnosd.analysis.classify import SUREST, Verdict, classify, next_measureme
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import OWN, PARTS
 from diagnosd.analysis.evidence import ROWS, collect, least_transfer
+from diagnosd.analysis.localize import where
 from diagnosd.analysis.trace import Trace
 from diagnosd.point import Point, point
 from jobs import T0
@@ -163,6 +164,14 @@ def test_a_closed_receive_window_is_not_the_path() -> None:
     assert how < 0
 
 
+def test_noise_below_the_threshold_of_a_sign_tells_no_direction_from_the_other() -> None:
+    points = [*sending("a", 0, 1, 88e6), *sending("b", 1, 0, 89e6)]
+    for (host, rank, peer), now in ((("a", 0, 1), 0.0024), (("b", 1, 0), 0.0031)):
+        points += shown("diagnosd_socket", "rtt", 0.0024, now, **socket(host, rank, peer))
+    (verdict,) = classify(compared({"transfer": 0.2}, *points))
+    assert set(verdict.loci) == {"host:a", "host:b"}
+
+
 @pytest.mark.parametrize(("back", "loci"), [(72e6, ("host:b",)), (67e6, ("host:a", "host:b"))])
 def test_between_two_hosts_the_direction_that_sends_more_slowly_is_named_or_either(
     back: float, loci: tuple[str, ...]
@@ -184,6 +193,17 @@ def test_retransmits_count_against_their_own_past_whatever_the_congestion_contro
     assert usual_of_bbr < 0
     assert more_of_cubic is not None
     assert more_of_cubic > 0
+
+
+def test_loss_where_there_was_none_finds_its_link() -> None:
+    """On a clean fabric nothing is sent twice, and with bbr a loss takes nothing from the window or the way."""
+    points = []
+    for host, rank, peer, before, now in (("c", 2, 1, 0.0, 0.02), ("b", 1, 0, 0.0005, 0.002), ("a", 0, 2, 0.0, 0.0)):
+        points += talk(host, rank, peer)
+        again = (before * 90e6 / 1448, now * 25e6 / 1448)
+        points += counted("diagnosd_socket", "retransmits", *again, **socket(host, rank, peer))
+    c = compared({"transfer": 0.5}, *points, of_ranks=({}, {}, {}), hosts=("a", "b", "c"), last=(0.3, 0.3, 0.4))
+    assert where(c, "network_congestion", collect(c)[0]).way == ("c", "b")
 
 
 def test_the_connection_that_is_shown_is_the_one_that_is_named() -> None:
