@@ -66,7 +66,8 @@ class Analysis:
     def _of_job(self, name: str) -> dict[str, Any]:
         watch = self.watches.get(name)
         judged = (watch.judged, watch.judged_s) if watch else (0, 0.0)
-        return summary.of_job(self.trace, self.ledger, name, judged)
+        missed = {host: each for (job, host), each in self.order.missed.items() if job == name}
+        return summary.of_job(self.trace, self.ledger, name, judged, missed)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Of each job, for a live line: `steps`, `step_s`, `still_s`, and the causes suspected or told (`open`)."""

@@ -12,7 +12,9 @@ must look at their times, not at the lists.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from diagnosd.analysis.steps import LONGEST_S
 from diagnosd.point import Point, Series
 
 SECOND = 10**9
@@ -26,6 +28,16 @@ STRIDE = 10 * SECOND
 MOVES_PER_LOOK = 8
 SERIES = 1 << 17  # whose hosts are remembered; containers come and go, and their names with them
 FORGET = 3600 * SECOND  # hosts that left the cluster
+MISSED = 4096  # jobs on a host of whose losses is known; anybody may send late points of a job that he made up
+
+
+@dataclass(slots=True)
+class Missed:
+    """What one host told of one job and what could not be used."""
+
+    since: int  # ns of event time when the first of it came
+    late: int = 0  # points whose time had been released
+    step_ns: int = 0  # of the steps among them, and among those with a wrong clock
 
 
 class _Host:
@@ -66,6 +78,7 @@ class Order:
         self.watermark = 0  # ns
         self.late = 0  # points that came after their time was released: dropped
         self.strays = 0  # points of hosts kept out, or with a time nobody else reached: dropped
+        self.missed: dict[tuple[str, str], Missed] = {}  # by job and host, of both
         self._lateness = lateness
         self._floor = 0  # every bucket below it has been released
         self._moves = 0  # hosts that reached a new bucket since the last advance
@@ -97,7 +110,7 @@ class Order:
             if host is not None:
                 if host.out:
                     host.latest = time
-                    self.strays += 1
+                    self._miss(point, late=False)
                     continue
                 if time > host.latest or number > host.bucket:
                     if number <= host.bucket:
@@ -106,7 +119,7 @@ class Order:
                         host.latest = time
                         self._moves += 1
             if number < floor:
-                self.late += 1
+                self._miss(point, late=True)
                 continue
             bucket = buckets.get(number)
             if bucket is None:
@@ -132,6 +145,20 @@ class Order:
         self.strays += sum(len(bucket) for bucket in self._buckets.values())
         self._buckets.clear()
         return released
+
+    def _miss(self, point: Point, *, late: bool) -> None:
+        self.late += late
+        self.strays += not late
+        job, host = point.series.tag("job"), point.series.tag("host")
+        if job is None or host is None:
+            return
+        if len(self.missed) >= MISSED:
+            self.missed.clear()
+        missed = self.missed.setdefault((job, host), Missed(self.watermark))
+        missed.late += late
+        duration = point.fields.get("duration") if point.series.measurement == "diagnosd_step" else None
+        if isinstance(duration, float) and 0 <= duration <= LONGEST_S:
+            missed.step_ns += int(duration * 1e9)
 
     def _meet(self, series: Series, time: int) -> _Host | None:
         name = series.tag("host")
@@ -196,8 +223,7 @@ class Order:
     def _drop_waiting(self, host: _Host) -> None:
         for bucket in self._buckets.values():
             for at in [at for at, point in bucket.items() if self._host_of.get(point.series) is host]:
-                del bucket[at]
-                self.strays += 1
+                self._miss(bucket.pop(at), late=False)
 
     def _tell_silence(self) -> None:
         """An event half a minute after the last point of each host that the watermark has left so far behind."""

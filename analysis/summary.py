@@ -13,19 +13,26 @@ from diagnosd.analysis.causes import RIVALS
 from diagnosd.analysis.evidence import sources
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from diagnosd.analysis.ledger import Ledger
+    from diagnosd.analysis.order import Missed
     from diagnosd.analysis.steps import Steps
     from diagnosd.analysis.trace import Event, Job, Trace
 
 GAPS = 8  # of which a reader is told
 IN_FLIGHT = 2  # steps a rank that may still come of an attempt when the next one has begun: no news
 OUTDATED = "steps of an earlier attempt than other hosts are in: they are not used"
+LATE = "points came when their time had been judged: its clock was set back, or the folder shows them late"
 
 
-def of_job(trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float]) -> dict[str, Any]:
+def of_job(
+    trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float], missed: Mapping[str, Missed]
+) -> dict[str, Any]:
     """`step_s` and `step_p95_s` are over the steps kept (the last 2,000), of the rank in the middle.
 
-    `judged`: how many steps were held against the job's own past, and the seconds that they took.
+    `judged`: how many steps were held against the job's own past, and the seconds that they took. `missed`: what came
+    of it and was not used, by host.
     """
     part: dict[str, Any] = {
         "steps": ledger.steps(name),
@@ -44,14 +51,27 @@ def of_job(trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float]) -
         part["step_p95_s"] = float(np.percentile(durations, 95))
     possible = [cause.code for cause in RIVALS if cause.can_befall(len(job.hosts), len(job.ranks))]
     part["sources"], part["missing"] = map(list, sources(trace, job, possible))
-    part["observed"], part["gaps"] = _observed(part), _gaps(trace, job)
+    part["observed"] = _observed(part, sum(each.step_ns for each in missed.values()))
+    part["gaps"] = [*_late(missed), *_gaps(trace, job)][:GAPS]
     return part
 
 
-def _observed(part: dict[str, Any]) -> float:
-    """Share of the job's GPU time of which its ranks told, those of whom nobody heard included."""
-    gpu_ns = part["gpu_ns"] * part["world"] / max(part["ranks"], 1)
-    return round((part["gpu_ns"] - part["ledger_ns"]["unobserved"]) / gpu_ns, 4) if gpu_ns else 1.0
+def _observed(part: dict[str, Any], missed_ns: int) -> float:
+    """Share of the job's GPU time of which its ranks told, those of whom nobody heard included.
+
+    What was told and could not be used is time of the job too, if by a wrong clock.
+    """
+    told = part["gpu_ns"] - part["ledger_ns"]["unobserved"]
+    gpu_ns = max(part["gpu_ns"] * part["world"] / max(part["ranks"], 1), told + missed_ns)
+    return round(told / gpu_ns, 4) if gpu_ns else 1.0
+
+
+def _late(missed: Mapping[str, Missed]) -> list[dict[str, Any]]:
+    return [
+        {"subject": f"host:{host}", "start": rfc3339(each.since), "text": f"{each.late:,} {LATE}", "count": 1}
+        for host, each in sorted(missed.items())
+        if each.late and each.step_ns
+    ]
 
 
 def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
@@ -72,7 +92,7 @@ def _gaps(trace: Trace, job: Job) -> list[dict[str, Any]]:
         if count > IN_FLIGHT * len(job.ranks):
             gap = {"subject": f"host:{host}", "start": rfc3339(first), "text": OUTDATED, "count": count}
             told.insert(0, gap)
-    return told[:GAPS]
+    return told
 
 
 def _concerns(job: Job, event: Event) -> bool:

@@ -182,6 +182,28 @@ def test_a_recording_that_is_removed_while_it_is_followed_gets_its_verdict(starv
     assert followed.returncode == 0
 
 
+def set_back(points: Sequence[Point], at: float, by: float) -> list[Point]:
+    """In the order in which they came, by a clock that was set back so many seconds after the first."""
+    limit = points[0].time + round(at * SECOND)
+    return [p if p.time < limit else p._replace(time=p.time - round(by * SECOND)) for p in points]
+
+
+def test_a_job_whose_clock_was_set_back_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points, _ = job(seconds=60.0, ranks_a_host=2, fetch=0.01)
+    path = recorded(tmp_path / "back.lp.zst", set_back(points, 30, 600))
+    assert analyzer.replay(path, "json") == 0
+    (part,) = json.loads(capsys.readouterr().out.splitlines()[-1])["jobs"].values()
+    (gap,) = part["gaps"]
+    assert part["observed"] == pytest.approx(0.5, abs=0.05)
+    assert gap["subject"] == "host:h0"
+    assert analyzer.replay(path) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Nothing found in what was seen of job train")
+    assert " points came when their time had been judged" in " ".join(text.split())
+
+
 def test_a_bad_line_is_told_with_its_file_and_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points, _ = job(seconds=5.0)
     path = tmp_path / "bad.lp"

@@ -81,6 +81,33 @@ def test_a_late_point_is_counted_and_changes_nothing_that_was_released() -> None
     assert order.late == 1
 
 
+def step(seconds: float, job: str, host: str = "n01", duration: float = 1.0) -> Point:
+    series = Series.of("diagnosd_step", job=job, host=host, rank="0", source="probe")
+    return Point(series, {"step": round(seconds), "duration": duration}, START + round(seconds * SECOND))
+
+
+def test_what_a_job_lost_by_a_clock_that_was_set_back_is_known() -> None:
+    order = Order()
+    for second in range(20):
+        order.feed([step(second, "j")])
+    for second in range(20):
+        order.feed([at(second - 600), step(second - 600, "j"), step(second - 600, "other", duration=1e300)])
+    assert order.late == 60
+    of_j, of_other = order.missed["j", "n01"], order.missed["other", "n01"]
+    assert (of_j.since, of_j.late, of_j.step_ns) == (order.watermark, 20, 20 * SECOND)
+    assert (of_other.late, of_other.step_ns) == (20, 0)
+
+
+def test_what_a_job_lost_on_a_host_that_is_kept_out_is_known() -> None:
+    order = Order()
+    for second in range(60):
+        order.feed([at(second, "n01"), at(second, "n02"), step(second + 7200, "j", "n03")])
+    assert order.kept_out == ["n03"]
+    assert list(order.missed) == [("j", "n03")]
+    assert order.missed["j", "n03"].late == 0
+    assert 50 * SECOND < order.missed["j", "n03"].step_ns <= 60 * SECOND
+
+
 def test_points_of_one_series_and_time_are_united_and_the_later_value_wins() -> None:
     series = Series.of("m", host="n01")
     order = Order()
