@@ -377,7 +377,7 @@ class Steps:
 def _listen(path: Path) -> socket.socket:
     """OSError says what stands in the way."""
     if len(os.fsencode(path)) > SOCKET_PATH:
-        raise OSError(f"{path}: a socket's path has at most {SOCKET_PATH} bytes")
+        raise OSError(f"{os.fspath(path)[:SOCKET_PATH]}...: a socket's path has at most {SOCKET_PATH} bytes")
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -53,7 +53,7 @@ def _host(name: str) -> str:
     name = name or host_name()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", name):
         allowed = "letters, digits, '.', '-' and '_' are allowed"
-        raise typer.BadParameter(f"{name!r} is no host name: {allowed}; --host NAME gives another")
+        raise typer.BadParameter(f"{name!r:.80} is no host name: {allowed}; --host NAME gives another")
     return name
 
 

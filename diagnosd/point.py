@@ -84,7 +84,7 @@ _interning = Lock()
 @lru_cache(maxsize=65536)
 def _series(measurement: str, items: tuple[tuple[str, str | None], ...]) -> Series:
     if not measurement or measurement[0] == "#":
-        raise ValueError(f"not a measurement's name: {measurement!r}")
+        raise ValueError(f"not a measurement's name: {measurement!r:.60}")
     tags = tuple(sorted((key, value) for key, value in items if value))
     for (one, _), (two, _) in pairwise(tags):
         if one == two:
@@ -110,7 +110,7 @@ _UNSAYABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|\\\Z|\A\Z")
 def _escape(name: str, special: str, where: str) -> str:
     if _UNSAYABLE.search(name):
         raise ValueError(
-            f"{where}: line protocol cannot say {name!r} (empty, a control character, a backslash at the end)"
+            f"{where}: line protocol cannot say {name!r:.60} (empty, a control character, a backslash at the end)"
         )
     return re.sub(special, r"\\\g<0>", name)
 

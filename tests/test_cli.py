@@ -264,6 +264,13 @@ def test_a_name_from_the_environment_is_checked_like_one_that_is_given(tmp_path:
     assert "'a/b' is no host name" in done.stderr
 
 
+def test_a_name_that_is_far_too_long_is_not_repeated_whole(tmp_path: Path) -> None:
+    for arguments in (["--host", "n" * 3000], ["--host", "n01", "--socket", "s" * 3000]):
+        said = diagnosd("record", tmp_path / "n01.lp", *arguments).stderr
+        assert ("is no host name" in said) or ("at most 107 bytes" in said)
+        assert len(said) < 400
+
+
 def test_a_socket_named_in_the_environment_is_taken_where_none_is_given(tmp_path: Path) -> None:
     env = {**os.environ, "DIAGNOSD_SOCKET": str(tmp_path / "theirs")}
     command = [*DIAGNOSD, "record", str(tmp_path / "n01.lp")]

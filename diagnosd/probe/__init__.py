@@ -77,7 +77,7 @@ class phase:  # noqa: N801
         self._phase = _PHASES.get(name) if isinstance(name, str) else None
         self._bytes, self._entered = _count("bytes", bytes) or 0, 0
         if self._phase is None:
-            _complain("phase", "%r is no phase; there are %s" % (name, ", ".join(_PHASES)))
+            _complain("phase", "%.60r is no phase; there are %s" % (name, ", ".join(_PHASES)))
         elif self._phase == DATA_WAIT:
             live().loader = "api"
 

@@ -9,6 +9,7 @@ import socket
 from typing import Mapping, NamedTuple, Optional
 
 _NO_STEP = 0xFFFFFFF0  # Slurm's batch, extern and interactive steps carry numbers from here on: they are no steps
+_DIGITS = 18  # whatever they are, they fit in 64 bits; of some thousand Python makes an error
 OFF = ("off", "0", "no", "false")
 _PODINFO = "/etc/podinfo/labels"  # where the Kubernetes documentation mounts a pod's labels (downward API)
 
@@ -109,7 +110,7 @@ def _kubernetes_owner(podinfo: str) -> str:
 def _int(environ: Mapping[str, str], *keys: str) -> Optional[int]:
     for key in keys:
         value = environ.get(key, "")
-        if value.isdecimal():
+        if value.isdecimal() and len(value) <= _DIGITS:
             return int(value)
     return None
 

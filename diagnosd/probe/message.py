@@ -129,7 +129,7 @@ def parse(raw: bytes) -> Union[Hello, Message]:
         raise ValueError("nested too deeply") from None
     packet = _object(packet, "the message")
     if packet.get("v") != VERSION:
-        raise ValueError(f"version {packet.get('v')!r}; this side speaks {VERSION}")
+        raise ValueError(f"version {packet.get('v')!r:.40}; this side speaks {VERSION}")
     name = packet.get("m")
     fields = _fields(packet.get("f"))
     number, time = _count(packet, "n"), _count(packet, "t")

@@ -60,6 +60,7 @@ def test_restarts_add_up_to_the_attempt(environ: dict[str, str], attempt: int | 
         ({"RANK": "0", "SLURM_PROCID": "5", "WORLD_SIZE": "2"}, Rank(0, 2, None, None)),  # torchrun inside a Slurm step
         ({"RANK": "3"}, Rank(3, 4, None, None)),
         ({"RANK": "three"}, Rank(0, 1, None, None)),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "9" * 19, "LOCAL_RANK": "1" * 18}, Rank(0, 1, int("1" * 18), None)),
     ],
 )
 def test_the_place_of_a_process_in_its_job(environ: dict[str, str], rank: Rank) -> None:
