@@ -10,7 +10,7 @@ from math import nan
 import numpy as np
 
 from diagnosd.analysis.baseline import WINDOW
-from diagnosd.analysis.causes import CAUSES
+from diagnosd.analysis.causes import CAUSES, Cause
 from diagnosd.analysis.classify import Verdict
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.evidence import Evidence, Reading, Row
@@ -103,23 +103,25 @@ def doing(trace: Trace, job: Job, still: float) -> dict[int, Doing]:
 def verdict(trace: Trace, job: Job, still: float, usual: float) -> Verdict | None:
     """No rank ends a step although they run: who is not in a collective, or entered fewer, is waited for.
 
-    None while a rank saves, evaluates, compiles, or computes outside of any step.
+    Who is waited for and waits for its next batch does not hang, but starves. None while a rank saves, evaluates,
+    compiles, or computes outside of any step; and while all of them rest in no phase: between two steps, or after the
+    last, a program may wait for an upload or for somebody at the keyboard.
     """
     ranks = doing(trace, job, still)
-    if any(each.phase in LIMITED or each.is_busy_elsewhere for each in ranks.values()):
-        return None
     phases = {rank: each.phase for rank, each in ranks.items() if each.phase}
+    rest = set(phases.values()) == {"other"}
+    if rest or any(each.phase in LIMITED or each.is_busy_elsewhere for each in ranks.values()):
+        return None
     outside = _some([rank for rank, phase in phases.items() if phase not in WAITS], job)
-    fewer = _fewest(ranks)
+    starve = {phases[rank] for rank in outside or phases} == {"data_wait"}
+    fewer = [] if starve else _fewest(ranks)
     suspects = outside or fewer
-    cause = CAUSES["hang"]
-    first = f"rank {suspects[0]}" if suspects else "each rank"
-    host = job.ranks[suspects[0]].host if suspects else "each host"
-    why = f"; it is in {phases[suspects[0]]}" if outside else "; it entered the fewest collectives" if fewer else ""
+    cause = CAUSES["data_starvation" if starve else "hang"]
+    behind = f"; it is in {phases[suspects[0]]}" if outside else "; it entered the fewest collectives" if fewer else ""
     return Verdict(
         cause.code,
         None,
-        _confidence(phases, outside, fewer),
+        APART if starve else _confidence(phases, outside, fewer),
         tuple(f"rank:{rank}" for rank in suspects) or ("job",),
         cause.owner,
         cause.claims,
@@ -127,7 +129,7 @@ def verdict(trace: Trace, job: Job, still: float, usual: float) -> Verdict | Non
         (),
         ("diagnosd_process", "diagnosd_step") if phases else ("diagnosd_step",),
         () if phases else ("diagnosd_process",),
-        cause.next.replace("{host}", host).replace("{rank}", first) + f"{why}.",
+        _next(cause, job, suspects, behind),
         f"No step has ended for {seconds(still)}, where one takes {seconds(usual)}; "
         f"{_where(ranks, phases, outside, fewer)}.",
     )
@@ -151,6 +153,12 @@ def _confidence(phases: Mapping[int, str], outside: list[int], fewer: list[int])
     if outside and fewer:
         return AGREED if set(outside) & set(fewer) else ALIKE
     return APART if outside or fewer else ALIKE if phases else ALONE
+
+
+def _next(cause: Cause, job: Job, suspects: list[int], behind: str) -> str:
+    rank, host = (f"rank {suspects[0]}", job.ranks[suspects[0]].host) if suspects else ("each rank", "each host")
+    text = cause.next.replace("{host}", host).replace("{loader}", f"the loader of {rank}").replace("{rank}", rank)
+    return f"{text}{behind}." if cause.code == "hang" else text
 
 
 def _where(ranks: Mapping[int, Doing], phases: Mapping[int, str], outside: list[int], fewer: list[int]) -> str:
@@ -185,6 +193,7 @@ def _of_no_windows(_: Comparison) -> Iterator[Reading]:
     return iter(())
 
 
-STANDSTILL = Row("standstill", "timing", "s", _of_no_windows, {"hang": 1}, "diagnosd_step")
-RANK = Row("rank", "process", "", _of_no_windows, {"hang": 1}, "diagnosd_process")
-ENTERED = Row("collectives entered", "process", "count", _of_no_windows, {"hang": 1}, "diagnosd_process")
+SAYS = {"hang": 1.0, "data_starvation": 1.0}
+STANDSTILL = Row("standstill", "timing", "s", _of_no_windows, SAYS, "diagnosd_step")
+RANK = Row("rank", "process", "", _of_no_windows, SAYS, "diagnosd_process")
+ENTERED = Row("collectives entered", "process", "count", _of_no_windows, SAYS, "diagnosd_process")

@@ -355,22 +355,42 @@ def test_one_checkpoint_that_is_a_little_slow_is_a_hiccup() -> None:
     assert judge(points)[0] == []
 
 
-def stuck(**process: Any) -> Documents:
+def stuck(of_rank_1: dict[str, Any] | None = None, **process: Any) -> Documents:
     """No step ends after 20 s, and so much is known of what the ranks do then; None: it is not."""
     points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
     made = []
     for p in points:
         if p.series.measurement == "diagnosd_process" and p.time > T0 + 20 * 10**9:
-            fields = {name: value for name, value in {**p.fields, **process}.items() if value is not None}
+            mine = (of_rank_1 or {}) if p.series.tag("rank") == "1" else {}
+            fields = {name: value for name, value in {**p.fields, **process, **mine}.items() if value is not None}
             made.append(Point(p.series, fields, p.time))
         else:
             made.append(p)
     return judge(made)[0]
 
 
-def test_ranks_that_compute_outside_of_any_step_do_not_hang() -> None:
-    assert stuck(phase="other", cpu_main=1.0, state="R") == []
-    assert one(stuck(phase="other", cpu_main=0.0, state="S"))["cause"] == "hang"
+@pytest.mark.parametrize("rest", [{"cpu_main": 1.0, "state": "R"}, {"cpu_main": 0.0, "state": "S"}])
+def test_a_program_that_does_something_else_between_steps_does_not_hang(rest: dict[str, Any]) -> None:
+    """It computes, or waits: for an upload, for somebody at the keyboard."""
+    assert stuck(phase="other", **rest) == []
+
+
+def test_a_rank_in_no_phase_that_the_others_wait_for_hangs() -> None:
+    document = one(stuck({"phase": "other"}, phase="collective", cpu_main=0.0))
+    assert (document["cause"], document["locus"]) == ("hang", ["rank:1"])
+
+
+def test_ranks_that_wait_for_their_next_batch_starve() -> None:
+    document = one(stuck(phase="data_wait", cpu_main=0.0))
+    assert (document["cause"], document["owner"], document["locus"]) == ("data_starvation", "job", ["job"])
+    assert document["text"].endswith("all ranks are in data_wait.")
+    assert document["next"] == "On each host: py-spy dump of the loader of each rank: what does it wait for?"
+
+
+def test_the_rank_that_waits_for_its_next_batch_while_the_others_wait_for_it_starves() -> None:
+    document = one(stuck({"phase": "data_wait"}, phase="collective", cpu_main=0.0))
+    assert (document["cause"], document["locus"]) == ("data_starvation", ["rank:1"])
+    assert document["next"] == "On h1: py-spy dump of the loader of rank 1: what does it wait for?"
 
 
 def test_of_a_hang_only_what_was_read_is_said() -> None:
@@ -383,18 +403,9 @@ def test_of_a_hang_only_what_was_read_is_said() -> None:
 
 
 def test_the_rank_that_entered_fewer_collectives_is_the_one_that_is_waited_for() -> None:
-    points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
-    made = []
-    for p in points:
-        if p.series.measurement == "diagnosd_process" and p.time > T0 + 20 * 10**9:
-            seq = 41 if p.series.tag("rank") == "1" else 42
-            fields = {**p.fields, "phase": "collective", "group": "world:0", "seq": seq}
-            made.append(Point(p.series, fields, p.time))
-        else:
-            made.append(p)
-    document = one(judge(made)[0])
+    document = one(stuck({"seq": 41}, phase="collective", group="world:0", seq=42))
     assert document["locus"] == ["rank:1"]
-    assert "it entered the fewest collectives" in document["next"]
+    assert document["next"] == "On h1: py-spy dump of rank 1; it entered the fewest collectives."
 
 
 def set_by_time(points: list[Point]) -> list[Point]:
