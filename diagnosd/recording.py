@@ -126,7 +126,10 @@ class _Lines:
         self.end = 0  # of the last whole line; an unfinished one is read again
 
     def text(self, *, final: bool) -> bytes | None:
-        """Some whole lines; None when there is none now. With `final` the last one needs no newline."""
+        """Some whole lines, or a part of one that is too long; None when there is none now.
+
+        With `final` the last one needs no newline.
+        """
         text = b""
         while more := os.pread(self._fd, _TEXT, self.end + len(text)):
             text += more

@@ -39,7 +39,7 @@ Document = Mapping[str, Any]
 
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 LOOK_S = 0.05  # between two looks whether somebody has had enough
-FOLDER, SOCKET = "diagnosd-run-", "probe.sock"
+FOLDER, SOCKET = "diagnosd-run-", "probe.sock"  # what it makes in /tmp
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
 
