@@ -216,7 +216,7 @@ class Reporter:
         fields = step_fields(step, self.steps.used, bool(self.device))
         fields["kind"] = ("compile" if step.compiled else "train") if step.number else "warmup"
         fields.update(device)
-        if step.sync is not None:
+        if step.sync is not None and step.split and not self.device:  # else a larger one may have gone untimed
             bytes_, enter, exit_, group = step.sync
             fields.update(sync_bytes=bytes_, sync_enter=wall(enter), sync_exit=wall(exit_), sync_group=group)
         if self.rank.attempt is not None:

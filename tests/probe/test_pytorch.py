@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_the_ranks_tell_what_they_are(ddp: Agent) -> None:
 
 def test_the_ranks_connections_are_told(ddp: Agent) -> None:
     assert ddp.points("diagnosd_socket")
+
+
+@pytest.fixture(scope="module")
+def short(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
+    agent = start_agent()
+    done = launch(agent, SCRIPTS / "short.py", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert "diagnosd" not in done.stderr
+    return agent
+
+
+def test_a_small_collective_is_not_told_as_the_largest_where_the_reduction_was_not_timed(short: Agent) -> None:
+    assert {step.get("sync_bytes") for step in short.steps()} == {None, 4 * (64 * 64 + 64)}
+
+
+def test_of_short_steps_two_in_a_row_are_timed_of_every_twenty_and_the_same_on_all_ranks(short: Agent) -> None:
+    first, second = ([step["step"] for step in short.steps(rank) if "sync_enter" in step] for rank in range(2))
+    assert first == second
+    later = [number for number in first if number >= 110]  # the probe knows what a step takes
+    assert [b - a for a, b in pairwise(later)] == [1, 19, 1, 19, 1]
 
 
 def test_where_ddp_logs_no_times_a_hook_takes_them_and_changes_no_gradient(launch: Launch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from observed import Agent, no_more_files
 from diagnosd.probe.reporter import Reporter, clock
 from diagnosd.probe.sender import RECONNECT_SECONDS
 from diagnosd.probe.sockets import Fields, Peers
-from diagnosd.probe.steps import BACKWARD, COMM, Steps
+from diagnosd.probe.steps import BACKWARD, COMM, Steps, Sync
 from diagnosd.probe.watch import HANG_SECONDS, HANG_STEPS, Watch
 
 
@@ -177,6 +177,28 @@ def steps(reporter: Reporter, costs: list[int], timed: Callable[[int], bool] = l
         notes((Steps.optimizer_begins, 0, t - 5_000_000, ()))
         notes((Steps.optimizer_ends, 0, t, ("sgd",)))
     reporter.play()
+
+
+def test_where_a_device_runs_the_model_no_collective_of_the_host_is_told_as_the_steps_largest(
+    reporter: Reporter, agent: Agent
+) -> None:
+    for kind in ("", "cuda"):
+        reporter.device = kind
+        t = clock()
+        for note in (
+            (Steps.backward_begins, 0, t, ()),
+            (Steps.enter, 0, t + 1, (COMM,)),
+            (Steps.collective_ends, 0, t + 2, (Sync(8, t + 1, t + 2, "world:0"),)),
+            (Steps.backward_ends, 0, t + 3, ()),
+            (Steps.optimizer_begins, 0, t + 4, ()),
+            (Steps.optimizer_ends, 0, t + 5, ("sgd",)),
+            (Steps.end_of_pending, 0, t + 5, ()),
+        ):
+            reporter.notes.extend(note)
+        reporter.play()
+        reporter.sender.flush()
+    assert agent.hears(lambda agent: len(agent.steps()) == 2)
+    assert [step.get("sync_bytes") for step in agent.steps()] == [8, None]
 
 
 def test_a_core_that_is_lost_while_the_probe_is_at_work_is_not_the_probes_cost(reporter: Reporter) -> None:

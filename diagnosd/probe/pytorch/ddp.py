@@ -23,27 +23,31 @@ from diagnosd.probe.reporter import Reporter, clock, thread_id
 from diagnosd.probe.steps import Steps, Sync
 
 # Taking stock and reading it takes 60 to 100 us between two steps whose arithmetic has emptied the caches. So that it
-# takes less than 0.2 % of the time, it is done every so many iterations, which all ranks count alike.
-RATES = ((50_000_000, 1), (5_000_000, 10))  # a step of at least ns, iterations; below that as PyTorch does it by itself
+# takes less than 0.2 % of the time, it is done for two iterations in a row of every so many, which all ranks count
+# alike: from the end of one reduction to that of the next is what can be taken apart.
+PERIODS = ((50_000_000, 1), (5_000_000, 20), (0, 200))  # a step of at least ns, iterations
 PYTORCHS_RATE = 100
 PENDING = 16  # modules, one for each forward since the last backward; some never have one
-FIRST_ITERATIONS = 10  # that PyTorch takes stock of at any rate
 
 
 class _Model:
-    """One DDP module, its iterations counted as its reducer does."""
+    """One DDP module, its iterations counted as its reducer does.
+
+    PyTorch takes stock of every iteration whose number its rate divides: the number of the next one that is to be read
+    is a rate that spares all before it.
+    """
 
     def __init__(self, module: Any, group: str) -> None:
         self.module = weakref.ref(module)
         self.iteration = 0
         self.next = 0 if module.device_type == "cpu" else sys.maxsize  # iteration to be read
-        self._rate = 0
+        self._read = (0, 0)  # iteration that was, and when
         self._group = group
         self._hook: Optional[_Hook] = None
 
     def leave(self) -> None:
         module = self.module()
-        if module is not None and self._rate:
+        if module is not None and module.device_type == "cpu":
             module._set_ddp_runtime_logging_sample_rate(PYTORCHS_RATE)
 
     def reduction(self, module: Any, step_ns: int) -> Optional[Sync]:
@@ -51,26 +55,34 @@ class _Model:
         if self._hook is not None:
             moved, issued, reduced = self._hook.take()
             return self._sync(moved, issued, reduced) if moved else None
-        rate = next((rate for least, rate in RATES if step_ns >= least), PYTORCHS_RATE) if step_ns else 1
-        if rate != self._rate:
-            self._rate = rate
-            module._set_ddp_runtime_logging_sample_rate(rate)
+        module._set_ddp_runtime_logging_sample_rate(1)  # whatever its number is: a forward may have escaped our count
         module.logger.set_runtime_stats_and_log()
         figures = module.logger._get_ddp_logging_data().ints_map
         self.iteration = figures["iteration"]
-        self.next = self.iteration + 1
-        if self.next > FIRST_ITERATIONS:
-            self.next += -self.next % rate  # PyTorch takes stock of multiples: all ranks have the same
+        self.next = following(self.iteration, step_ns or self._an_iteration())
+        module._set_ddp_runtime_logging_sample_rate(self.next)
         if "backward_compute_time_end" not in figures:
             self._hook = _Hook.of(module)
             return None
         computed, reduced = figures["backward_compute_time_end"], figures["backward_comm_time_end"]
         return self._sync(figures["total_parameter_size_bytes"], computed, reduced)
 
+    def _an_iteration(self) -> int:
+        """What one took since the last that was read, in ns, while nobody knows what is usual; 0 where none was."""
+        (iteration, then), self._read = self._read, (self.iteration, clock())
+        return (self._read[1] - then) // max(1, self.iteration - iteration) if then else 0
+
     def _sync(self, moved: int, computed: int, reduced: int) -> Sync:
         """From times of the wall clock."""
         offset = time.time_ns() - clock()
         return Sync(moved, computed - offset, reduced - offset, self._group)
+
+
+def following(iteration: int, step_ns: int) -> int:
+    """The next iteration to be read after this one; where it is not known yet what a step takes, the very next."""
+    period = next(period for least, period in PERIODS if step_ns >= least) if step_ns else 1
+    number = iteration + 1
+    return number if number % period < 2 else number + -number % period
 
 
 class _Hook:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 SLOW_BACKWARD, SAVED_AFTER, EVALUATED_AFTER, REDUCED_IN, SLOW_LOAD = 12, 4, 7, 15, 19
 STEPS, ACCUMULATED = 20, 3
 SECONDS = 0.3
+PACE = 0.055  # of a forward: every reduction of steps from 50 ms on is timed
 
 
 class SlowBackward(torch.autograd.Function):
@@ -48,6 +49,7 @@ def main() -> None:
     batches = DataLoader(rows, batch_size=8, sampler=DistributedSampler(rows, shuffle=False), num_workers=1)
 
     def learn(batch: Tensor, seconds: float = 0.0) -> None:
+        time.sleep(PACE)
         SlowBackward.apply(model(batch), seconds).square().mean().backward()
 
     for number, batch in enumerate(batches):
