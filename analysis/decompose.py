@@ -118,17 +118,20 @@ def align(leave: Floats, hosts: Sequence[str]) -> tuple[Floats, float]:
 def decompose(phases: Phases, offset: Floats) -> Cycles:
     """The cycles that end within these steps. The first step only begins one, unless its ranks never met.
 
-    Steps that a rank has not sent are left out, with the cycle that would begin in them.
+    Steps that a rank has not sent are left out, with the cycle that would begin in them. Where the collectives of only
+    some steps were timed, the first of those in a row is a step like those before it.
     """
     enter, leave = meeting(phases)
-    rows = np.flatnonzero(~np.isnan(phases.end).any(axis=1))
-    met = _finite(enter + leave)
-    follows = np.zeros(len(met), dtype=bool)
-    follows[1:] = met[1:] & met[:-1]
-    joined = rows[follows[rows]]
-    alone = rows[~met[rows] & ~np.isnan(phases.duration[rows]).any(axis=1)]
-    together = _joined(phases, enter, leave, offset, joined)
-    return _in_order(together, _alone(phases, alone)) if len(alone) else together
+    met, sent = _finite(enter + leave), _finite(phases.end)
+    joined = sent & met & _before(met)
+    alone = sent & ~joined & (~met | _before(sent)) & _finite(phases.duration)
+    together = _joined(phases, enter, leave, offset, np.flatnonzero(joined))
+    return _in_order(together, _alone(phases, np.flatnonzero(alone))) if alone.any() else together
+
+
+def _before(rows: Bools) -> Bools:
+    """[S] whether it is so of the step before."""
+    return np.concatenate([np.zeros(1, bool), rows[:-1]])
 
 
 def _finite(values: Floats) -> Bools:

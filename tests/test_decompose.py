@@ -147,3 +147,15 @@ def test_a_step_that_a_rank_lost_costs_two_cycles_and_no_more() -> None:
     assert 4 not in cycles.row
     assert cycles.duration[cycles.row != 5] == pytest.approx(0.16)
     assert sums_exactly(cycles)
+
+
+def test_where_only_some_collectives_are_timed_no_step_is_missing_and_two_in_a_row_give_a_cycle() -> None:
+    phases = meeting(even(12, 2, 0.1), np.full(12, 0.05), even(12, 2, 0.01))
+    timed = np.isin(np.arange(12), [0, 1, 6, 7])[:, None]
+    enter, leave, comm = (np.where(timed, each, np.nan) for each in (phases.enter, phases.exit, phases.comm))
+    cycles = decompose(Phases(phases.end, phases.duration, enter, leave, comm, phases.own), np.zeros(2))
+    assert cycles.row.tolist() == list(range(1, 12))
+    assert cycles.row[cycles.timed].tolist() == [1, 7]
+    assert cycles.parts[cycles.timed, PART["transfer"]] == pytest.approx(0.05)
+    assert cycles.parts[~cycles.timed, PART["mixed"]] == pytest.approx(0.16)
+    assert cycles.duration == pytest.approx(0.16)
