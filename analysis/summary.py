@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GAPS = 8  # of which a reader is told
 IN_FLIGHT = 2  # steps a rank that may still come of an attempt when the next one has begun: no news
-OUTDATED = "steps of an earlier attempt than other hosts are in: they are not used"
+OUTDATED = "steps of an earlier attempt than the job is in: they are not used"
 LATE = "points came when their time had been judged: its clock was set back, or the folder shows them late"
 
 

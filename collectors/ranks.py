@@ -35,7 +35,7 @@ class Rank:
     job: str
     number: int
     pid: int
-    attempt: int
+    attempt: int | None  # None: not known
     fields: Mapping[str, Value]  # of its diagnosd_rank
     connections: int = 0
     watched: bool = False  # somebody will say when the process is gone
@@ -69,8 +69,10 @@ class Job:
     told: float = -math.inf
 
     @property
-    def attempt(self) -> int:
-        return max((rank.attempt for rank in self.ranks.values()), default=0)
+    def attempt(self) -> int | None:
+        """The newest; None where it is of none of the ranks known."""
+        known = [rank.attempt for rank in self.ranks.values() if rank.attempt is not None]
+        return max(known, default=None if self.ranks else 0)
 
     def idle_since(self) -> float:
         """When its last rank left; inf while one may still run."""
@@ -132,19 +134,25 @@ class Ranks:
         del self._jobs[oldest]
 
     @staticmethod
-    def _attempt(job: Job, before: Rank | None, hello: Hello) -> int:
+    def _attempt(job: Job, before: Rank | None, hello: Hello) -> int | None:
         """What the environment counts, and beyond that each later start of a rank (telemetry.md 2).
 
-        The ranks of a restarted job come one after the other: the first raises the attempt, the others join it.
+        The ranks of a restarted job come one after the other: the first raises the attempt, the others join it. What
+        came before ranks that are met in mid-stream only an agent before us has seen: a number that is lower than its
+        own would make all their steps outdated, and without one they belong to whatever attempt the job is in.
         """
-        joined = job.attempt
+        joined = None if hello.number and not job.ranks else job.attempt
+        if joined is None:
+            return hello.attempt or None
         if before is not None and joined == before.attempt:
             joined += 1
         return max(hello.attempt or 0, joined)
 
     @staticmethod
-    def _fields(hello: Hello, attempt: int) -> dict[str, Value]:
-        told = {**hello.fields, "attempt": attempt, "world": hello.world}
+    def _fields(hello: Hello, attempt: int | None) -> dict[str, Value]:
+        told = {**hello.fields, "world": hello.world}
+        if attempt is not None:
+            told["attempt"] = attempt
         if hello.local_rank is not None:
             told["local_rank"] = hello.local_rank
         return told

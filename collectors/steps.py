@@ -288,7 +288,8 @@ class Steps:
         Series.of("diagnosd_rank", job=hello.job)  # ValueError where line protocol cannot say the name
         fields = fitting("diagnosd_rank", hello.fields)
         self.errors += len(hello.fields) - len(fields)
-        fields.pop("state", None)  # what a rank is, is seen from outside
+        for name in ("state", "attempt"):  # what a rank is, is seen from outside
+            fields.pop(name, None)
         rank = self._ranks.hello(hello._replace(fields=fields), peer.uid, peer.pid, now)
         if rank is not peer.rank:
             if peer.rank:
@@ -342,10 +343,11 @@ class Steps:
         known = SCHEMA[message.measurement]
         fields = fitting(message.measurement, message.fields)
         self.errors += len(message.fields) - len(fields)
+        fields.pop("attempt", None)
         if not fields:
             raise ValueError(f"{message.measurement} has none of these fields: {', '.join(message.fields)}"[:200])
         self._plausible(message)
-        if "attempt" in known.fields:
+        if "attempt" in known.fields and rank.attempt is not None:
             fields["attempt"] = rank.attempt
         return Point(self._series(rank, message), fields, message.time)
 

@@ -73,6 +73,11 @@ def test_a_restart_is_from_the_end_of_one_attempt_to_the_first_sign_of_the_next(
     assert account == {"other_by_design": 11, "unobserved": 2, "restart": 8, "init": 4}
 
 
+def test_steps_that_tell_no_attempt_are_of_the_one_that_the_rank_is_in() -> None:
+    points = [seen(0, attempt=1), step(10, 10.0, attempt=1), seen(11), step(20, 10.0)]
+    assert booked(*points) == {"other_by_design": 20}
+
+
 def test_claims_come_out_of_where_the_time_was_booked() -> None:
     steps = [step(10, 10.0, comm=4.0), step(20, 10.0, comm=4.0)]
     assert booked(*steps, network_congestion=5, data_starvation=1) == {

@@ -25,8 +25,10 @@ NOW = 1_700_000_000_000_000_000
 ALICE, BOB = 1000, 1001
 
 
-def hello(rank: int = 0, *, pid: int = 100, world: int = 2, attempt: int | None = None, job: str = "train") -> Hello:
-    return Hello(0, job, rank, world, rank, attempt, pid, {"loader": "torch"}, NOW)
+def hello(
+    rank: int = 0, *, pid: int = 100, world: int = 2, attempt: int | None = None, job: str = "train", number: int = 0
+) -> Hello:
+    return Hello(number, job, rank, world, rank, attempt, pid, {"loader": "torch"}, NOW)
 
 
 def start(ranks: Ranks, said: Hello, *, uid: int = ALICE, now: float = 0.0) -> Rank:
@@ -92,6 +94,25 @@ def test_the_attempt_that_the_environment_counts_is_taken() -> None:
     assert start(ranks, hello(attempt=3)).attempt == 3
 
 
+@pytest.mark.parametrize("counted", [None, 0])
+def test_of_ranks_that_began_before_the_agent_no_attempt_is_told(counted: int | None) -> None:
+    """The agent before it may have counted restarts, of which this one knows nothing."""
+    ranks = Ranks("n01")
+    both = [start(ranks, hello(rank, pid=100 + rank, attempt=counted, number=70)) for rank in (0, 1)]
+    first = ranks.points(NOW, 0)
+    ranks.exited(both[0], 5)
+    again = start(ranks, hello(0, pid=200, attempt=counted), now=6)
+    assert [rank.attempt for rank in (*both, again)] == [None] * 3
+    assert [each.series.measurement for each in first] == ["diagnosd_rank", "diagnosd_rank", "diagnosd_job"]
+    assert not [each for each in first if "attempt" in each.fields]
+
+
+def test_of_ranks_that_began_before_the_agent_the_attempt_is_what_their_environment_counts() -> None:
+    ranks = Ranks("n01")
+    assert start(ranks, hello(0, attempt=3, number=70)).attempt == 3
+    assert start(ranks, hello(1, pid=101, number=70)).attempt == 3
+
+
 def test_an_environment_that_counts_from_zero_again_does_not_turn_the_attempt_back() -> None:
     ranks = Ranks("n01")
     ranks.exited(start(ranks, hello(attempt=2)), 1)
@@ -104,6 +125,7 @@ def test_the_attempt_of_a_rank_never_falls(starts: list[tuple[int, int | None]])
     latest: dict[int, int] = {}
     for pid, (number, attempt) in enumerate(starts, start=1):
         rank = start(ranks, hello(number, pid=pid, world=4, attempt=attempt), now=pid)
+        assert rank.attempt is not None
         assert rank.attempt > latest.get(number, -1)
         latest[number] = rank.attempt
 

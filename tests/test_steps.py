@@ -69,6 +69,16 @@ def after(steps: Steps, sender: socket.socket, number: int = 1) -> list[Point]:
     return until(steps, lambda points: any(each.fields.get("step") == 1_000_000 for each in points))
 
 
+def test_a_rank_that_began_before_the_agent_has_no_attempt_whatever_it_says(steps: Steps) -> None:
+    with connect(steps) as sender:
+        sender.send(hello(70, attempt=9))
+        sender.send(step(70, attempt=9))
+        sender.send(step(71, step=7, duration=0.25, attempt=9))
+        points = until(steps, lambda points: bool(of("diagnosd_step", points) and of("diagnosd_rank", points)))
+    assert [point.fields for point in of("diagnosd_step", points)] == [{"step": 7, "duration": 0.25}]
+    assert not [point for point in points if "attempt" in point.fields]
+
+
 def test_a_step_carries_the_host_the_job_and_the_rank_that_the_agent_knows(steps: Steps) -> None:
     with connect(steps) as sender:
         sender.send(hello(rank=3, world=8))
