@@ -50,6 +50,7 @@ class Peers:
         self._closed: Dict[str, Counters] = {}  # of closed connections, by peer
         self._before: Dict[str, Counters] = {}  # at the last look, by peer
         self._others: Counters = ()  # what was counted by peers in the looks in which they were not named
+        self._as_other: Dict[str, Counters] = {}  # how much of it by each: it is not told again under its name
 
     def read(self) -> Dict[str, Fields]:
         """Fields of `diagnosd_socket` for each of the peers with the longest send queue or rtt, and of the rest."""
@@ -74,18 +75,23 @@ class Peers:
         slowest = sorted(fields, key=lambda peer: fields[peer]["rtt"], reverse=True)
         turns = [peer for pair in zip(named, slowest) for peer in pair]  # noqa: B905 - Python 3.8 knows no strict
         chosen = list(dict.fromkeys(turns))
-        told = {peer: fields[peer] for peer in chosen[:NAMED_PEERS]}
+        told = {peer: self._named(peer, fields[peer]) for peer in chosen[:NAMED_PEERS]}
         rest = {peer: fields[peer] for peer in chosen[NAMED_PEERS:]}
         if rest:
             told["other"] = self._other(rest)
         self._before.update((peer, _told_counters(each)) for peer, each in fields.items())
         return told
 
+    def _named(self, peer: str, fields: Fields) -> Fields:
+        counters = _less(_told_counters(fields), self._as_other.get(peer, ()))
+        return {**fields, **dict(zip(_COUNTERS, counters))}  # noqa: B905 - Python 3.8 knows no strict
+
     def _other(self, rest: Dict[str, Fields]) -> Fields:
         """The sum of what each has grown by since the last look: peers come into the rest and leave it again."""
         for peer, each in rest.items():
-            minus = tuple(-count for count in self._before.get(peer, ()))
-            self._others = _added(_added(self._others, _told_counters(each)), minus)
+            grown = _less(_told_counters(each), self._before.get(peer, ()))
+            self._others = _added(self._others, grown)
+            self._as_other[peer] = _added(self._as_other.get(peer, ()), grown)
         other: Fields = dict(zip(_COUNTERS, self._others))  # noqa: B905 - Python 3.8 knows no strict
         other.update((key, sum(each[key] for each in rest.values())) for key in ("send_queue", "receive_queue"))
         return other
@@ -171,6 +177,10 @@ def _told_counters(fields: Fields) -> Counters:
 
 def _added(a: Counters, b: Counters) -> Counters:
     return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))
+
+
+def _less(a: Counters, b: Counters) -> Counters:
+    return tuple(round(x - y, 6) for x, y in itertools.zip_longest(a, b, fillvalue=0))  # s are told to the us
 
 
 def _moved(before: Optional[Connection], now: Connection) -> int:

@@ -117,19 +117,31 @@ def test_beyond_four_peers_the_rest_is_summed_as_other() -> None:
     assert {"rtt", "cwnd"}.isdisjoint(told["other"])
 
 
-def test_the_rest_counts_only_what_was_sent_since_the_last_look_whoever_is_named() -> None:
-    peers, counts, sent = Peers(), [], []
+def test_each_byte_is_told_once_by_name_or_in_the_rest_whoever_is_named() -> None:
+    peers, told, sent = Peers(), {}, []
     with connections(*(f"127.0.1.{i}" for i in range(1, NAMED_PEERS + 4))) as pairs:
-        for number, (client, server) in enumerate(pairs):
+        for client, server in pairs[::-1] + pairs + pairs[::2]:  # each in turn has the longest queue
             client.setblocking(False)
-            for _ in range(8 * number):
-                drain(server, fill(client))
-        for client, server in pairs[::-1] + pairs:  # each in turn has the longest queue
             sent.append(fill(client))
-            counts.append(peers.read()["other"]["bytes_sent"])
+            told.update(peers.read())
             drain(server, sent[-1])
-    grown = [now - then for then, now in pairwise(counts)]
-    assert all(0 <= more <= most for more, most in zip(grown, map(sum, pairwise(sent)), strict=True))
+        before = sum(fields["bytes_received"] for fields in told.values())
+        assert 0 < before <= sum(sent)
+        told.update(peers.read())
+    assert sum(fields["bytes_received"] for fields in told.values()) == sum(sent)
+
+
+def test_no_counter_falls_whoever_is_named() -> None:
+    peers, told = Peers(), [{}]
+    with connections(*(f"127.0.1.{i}" for i in range(1, NAMED_PEERS + 4))) as pairs:
+        for client, server in pairs[::-1] + pairs:
+            client.setblocking(False)
+            expected = fill(client)
+            told.append({**told[-1], **peers.read()})
+            drain(server, expected)
+    for then, now in pairwise(told):
+        for peer, fields in then.items():
+            assert all(now[peer][name] >= fields[name] for name in ("bytes_sent", "busy", "segments_sent"))
 
 
 def fill(client: socket.socket) -> int:
