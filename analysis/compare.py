@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from diagnosd.analysis.bounds import all_reduced
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
-from diagnosd.analysis.history import History, Ints
+from diagnosd.analysis.history import History, Ints, for_ranks
 from diagnosd.analysis.rates import increments
 from diagnosd.analysis.samples import Numbers
 from diagnosd.analysis.trace import Job, Trace
 from diagnosd.point import Series
+from diagnosd.schema import HOLD_SECONDS
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -30,6 +31,34 @@ TALKS = 0.05  # a connection that carries less than this of the busiest one's by
 
 # Who was last in this share of the cycles may be what the others wait for; by chance one of n ranks is in 1/n of them.
 OFTEN_LAST = 0.3
+
+
+Means = dict[tuple[str, str], float]  # series key and field -> mean in a window
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What healthy cycles took, and when. A slowdown may last for longer than they and the samples of then are kept.
+
+    `parts` [len(PARTS)] and `own` [R,len(OWN)] in mean seconds a cycle, `work` [R] as in Comparison. `read` are the
+    means of counters in the window, as far as they were asked for.
+    """
+
+    rows: Ints  # numbers of the cycles
+    ranks: tuple[int, ...]
+    parts: Floats
+    own: Floats
+    work: Floats | None
+    window: Window
+    read: Means = field(default_factory=dict, repr=False)
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[Floats, Floats | None]:
+        """`own` and `work` of these ranks; of one that came later nobody knows what it did, as in History."""
+        if ranks == self.ranks:
+            return self.own, self.work
+        places = [self.ranks.index(rank) if rank in self.ranks else None for rank in ranks]
+        work = for_ranks(self.work[None], places, nan)[0] if self.work is not None else np.full(len(ranks), nan)
+        return for_ranks(self.own[None], places, 0.0)[0], None if np.isnan(work).any() else work
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +113,7 @@ class Comparison:
     mixed: bool = False  # whether part of the step may be computing, waiting for others or transferring: nobody can say
     work_expected: Floats | None = None  # [R] samples or tokens a cycle, as far as they were computed; None: unknown
     work_observed: Floats | None = None
+    read_before: Means = field(default_factory=dict, repr=False)  # of the past, Past.read
     _rates: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
     _gauges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, repr=False)
 
@@ -145,7 +175,7 @@ class Comparison:
         key = (series.key, name)
         if key not in self._rates:
             grown = increments(*self.trace.samples(series, name))
-            self._rates[key] = grown.mean(*self.during), grown.mean(*self.before) if self.before else nan
+            self._rates[key] = grown.mean(*self.during), self._was(key, grown.mean)
         return self._rates[key]
 
     def gauge(self, series: Series, name: str) -> tuple[float, float]:
@@ -153,9 +183,23 @@ class Comparison:
         key = (series.key, name)
         if key not in self._gauges:
             times, values = self.trace.samples(series, name)
-            before = _mean(times, values, self.before) if self.before else nan
-            self._gauges[key] = _mean(times, values, self.during), before
+
+            def mean(since: float, until: float) -> float:
+                return _mean(times, values, (since, until))
+
+            self._gauges[key] = mean(*self.during), self._was(key, mean)
         return self._gauges[key]
+
+    def _was(self, key: tuple[str, str], mean: Callable[[float, float], float]) -> float:
+        """The mean before; once no sample of then can come any more it is read for the last time."""
+        if self.before is None:
+            return nan
+        if key in self.read_before:
+            return self.read_before[key]
+        value = mean(*self.before)
+        if self.trace.now > self.trace.origin + (self.before[1] + HOLD_SECONDS) * 1e9:
+            self.read_before[key] = value
+        return value
 
     @cached_property
     def links(self) -> list[Link]:
@@ -208,17 +252,25 @@ def _mean(times: Floats, values: Numbers, window: Window) -> float:
     return float(values[first:last].mean()) if last > first else nan
 
 
-def compare(trace: Trace, job: Job, history: History, against: str, healthy: Ints, numbers: Ints) -> Comparison | None:
-    """These cycles beside healthy ones; without those, what was observed is expected, until a bound changes it.
+def past(history: History, healthy: Ints, onset: int) -> Past:
+    """Of these rows, and of the counters until the onset."""
+    until = history.start_of(onset)
+    window = max(history.start_of(int(healthy[0])), until - PAST_S), until
+    return Past(healthy, history.ranks, *_typical(history, healthy), work_of(history, healthy), window)
 
-    None where the history no longer holds what is asked for.
+
+def compare(
+    trace: Trace, job: Job, history: History, against: str, before: Past | None, numbers: Ints
+) -> Comparison | None:
+    """These kept cycles beside the past; without one, what was observed is expected, until a bound changes it.
+
+    None where there are no cycles.
     """
     recent = numbers[-RECENT:]
-    healthy = healthy[healthy >= history.first]
-    if not len(recent) or (against == "past" and not len(healthy)):
+    if not len(recent):
         return None
     observed, own = history.floats("parts", recent).mean(axis=0), history.floats("own", recent).mean(axis=0)
-    usual, own_usual = _typical(history, healthy) if len(healthy) else (observed, own)
+    own_usual, work = before.of(history.ranks) if before else (own, None)
     start = history.start_of(int(recent[0])) + SETTLE_S
     last, queue = history.get("last", recent), history.floats("queue", recent)
     return Comparison(
@@ -227,9 +279,9 @@ def compare(trace: Trace, job: Job, history: History, against: str, healthy: Int
         against=against,
         ranks=history.ranks,
         hosts=history.hosts,
-        before=_before(history, healthy, int(numbers[0])) if len(healthy) else None,
+        before=before.window if before else None,
         during=(start, max((trace.now - trace.origin) / 1e9, start + 1.0)),
-        expected=usual,
+        expected=before.parts if before else observed,
         observed=observed,
         own_expected=own_usual,
         own_observed=own,
@@ -243,14 +295,10 @@ def compare(trace: Trace, job: Job, history: History, against: str, healthy: Int
         workers=history.floats("workers", recent)[-1],
         sync_bytes=float(np.median(history.floats("sync_bytes", recent))) or nan,
         from_start=against == "model",
-        work_expected=_work(history, healthy) if len(healthy) else None,
-        work_observed=_work(history, recent),
+        work_expected=work,
+        work_observed=work_of(history, recent),
+        read_before=before.read if before else {},
     )
-
-
-def _before(history: History, healthy: Ints, onset: int) -> Window:
-    until = history.start_of(onset)
-    return max(history.start_of(int(healthy[0])), until - PAST_S), until
 
 
 def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
@@ -260,7 +308,7 @@ def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
     return history.floats("parts", kept).mean(axis=0), history.floats("own", kept).mean(axis=0)
 
 
-def _work(history: History, numbers: Ints) -> Floats | None:
+def work_of(history: History, numbers: Ints) -> Floats | None:
     """[R] samples or tokens a cycle, as computing over computing for one; None where a rank does not count them."""
     per_work = history.floats("compute_per_work", numbers)
     if np.isnan(per_work).any() or (per_work <= 0).any():

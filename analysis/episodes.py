@@ -133,8 +133,10 @@ class Episodes:
     def _of(self, origin: str, found: Found, attempt: int) -> Episode | None:
         for episode in self.all:
             if episode.is_open and episode.verdict.cause == found.verdict.cause and episode.attempt == attempt:
-                # What another reference fired on first is told already.
-                return _agree(episode, found) if episode.origin == origin else None
+                if episode.origin == origin:
+                    return _agree(episode, found)
+                if origin != "past":
+                    return None  # told already; only against the past does what was always so show that it got worse
         if found.verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
             return None  # evidence that thins out does not undo what was confirmed
         episode = Episode(origin, found.verdict, attempt, found.start, found.row, found.onset)

@@ -134,7 +134,7 @@ class History:
         old = {rank: column for column, rank in enumerate(self.ranks)}
         for columns in (self._arrays, self._rest):
             for name in PER_RANK.keys() & columns.keys():
-                columns[name] = _for_ranks(
+                columns[name] = for_ranks(
                     columns[name].astype(float), [old.get(rank) for rank in ranks], PER_RANK[name]
                 )
             if columns:
@@ -236,7 +236,7 @@ def _is_settled(end: Ints) -> Bools:
     return settled
 
 
-def _for_ranks(values: Floats, places: list[int | None], unknown: float) -> Floats:
+def for_ranks(values: Floats, places: list[int | None], unknown: float) -> Floats:
     """[N,R,...] the columns at these places; where there is none, what is unknown, or the median of those there are."""
     fresh = np.full((len(values), len(places), *values.shape[2:]), unknown)
     for column, place in enumerate(places):

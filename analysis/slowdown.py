@@ -19,11 +19,10 @@ SHOWS = {"data_starvation": "load", "network_congestion": "transfer", "straggler
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """`onset` is its first cycle; `healthy` are those that it is held against, `reference` is what they make."""
+    """`onset` is its first cycle; `reference` is what its cycles are held against."""
 
     onset: int
     size: float  # median excess when it was noticed, as a share of the step
-    healthy: Ints
     reference: Reference
 
     def excess(self, baseline: Baseline, numbers: Ints) -> Floats:

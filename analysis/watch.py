@@ -18,7 +18,7 @@ from diagnosd.analysis import bounds, hang
 from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
 from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints
 from diagnosd.analysis.classify import Verdict, by_design, classify, present
-from diagnosd.analysis.compare import RECENT, Comparison, compare
+from diagnosd.analysis.compare import RECENT, Comparison, Past, compare, past
 from diagnosd.analysis.cost import gain, price
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
@@ -58,6 +58,7 @@ class Watch:
         self.history: History | None = None
         self.baseline = Baseline()
         self.slowdown: Slowdown | None = None
+        self.past: Past | None = None  # that of the slowdown, or of the last one
         self.weighed = 0  # ns: when the evidence of the slowdown was last weighed
         self.cleared = 0  # cycles before this one are judged
         self._spent = 0.0  # seconds of this attempt, without its first steps
@@ -173,7 +174,7 @@ class Watch:
                 price(episode, self.baseline, numbers, self.slowdown.reference)
             return
         self.weighed = now
-        comparison = self._compare("past", self.slowdown.healthy, numbers)
+        comparison = self._compare("past", self.past, numbers)
         if comparison is None:
             return
         found = [self._since(verdict, self.slowdown) for verdict in classify(comparison)]
@@ -186,16 +187,30 @@ class Watch:
         alarm = self.baseline.alarm(reference, self.cleared) if reference else None
         if alarm is None or reference is None or (self.slowdown and alarm.onset == self.slowdown.onset):
             return
-        taught = self.slowdown.healthy if self.slowdown else self.baseline.taught()
-        healthy = taught[taught < alarm.onset]
-        if len(healthy) < LEAST or self.baseline.seconds(healthy).sum() < LEAST_S:
-            self.baseline.begin(alarm.onset)  # so little of it was as before that it was still warming up
+        self.past = self._past(alarm.onset)
+        if self.past is None:
+            self.baseline.begin(alarm.onset)
             self.episodes.gone("past", now)
             self.slowdown = None
             return
         self.baseline.mark(self.cleared, self.baseline.count, healthy=True)
         self.baseline.mark(alarm.onset, self.baseline.count, healthy=False)
-        self.slowdown = Slowdown(alarm.onset, alarm.excess, healthy, reference)
+        self.slowdown = Slowdown(alarm.onset, alarm.excess, reference)
+
+    def _past(self, onset: int) -> Past | None:
+        """What it was like; None where so little of it was as before that it was still warming up.
+
+        After a long slowdown the rows before it are no longer kept, and those since may be few.
+        """
+        history = self.history
+        assert history is not None
+        taught = self.past.rows if self.slowdown and self.past else self.baseline.taught()
+        healthy = taught[taught < onset]
+        kept = self._kept(healthy)
+        if len(kept) < min(LEAST, len(healthy)):
+            return self.past
+        is_short = len(kept) < LEAST or history.seconds(kept).sum() < LEAST_S
+        return None if is_short else past(history, kept, onset)
 
     def _since(self, verdict: Verdict, slowdown: Slowdown) -> Found:
         """The verdict with its own onset."""
@@ -230,9 +245,11 @@ class Watch:
         return round(float(self.history.floats("end", kept)[0]) * 1e9) + self.trace.origin
 
     def _usable(self, since: int) -> Ints:
-        assert self.history is not None
-        numbers = self.baseline.usable(since)
-        return numbers[numbers >= self.history.first]
+        return self._kept(self.baseline.usable(since))
+
+    def _kept(self, numbers: Ints) -> Ints:
+        """Those whose rows the history still holds."""
+        return numbers[numbers >= self.history.first] if self.history is not None else numbers[:0]
 
     def _instant(self, number: int) -> int:
         """When a cycle began, ns."""
@@ -255,14 +272,14 @@ class Watch:
         early = self.baseline.count <= EARLY or self._spent <= EARLY_S
         if self.slowdown is not None or not (early or self.episodes.open(origin)):
             return None
-        numbers = self.baseline.usable(SKIP, healthy=True)[-RECENT:]
+        numbers = self._kept(self.baseline.usable(SKIP, healthy=True))[-RECENT:]
         return numbers if len(numbers) >= least and self._spent >= least_s else None
 
     def _against_bounds(self, now: int) -> None:
         numbers = self._early("model", FIRST_LOOK, FIRST_LOOK_S)
         if numbers is None:
             return
-        seen = self._compare("model", np.empty(0, np.int64), numbers)
+        seen = self._compare("model", None, numbers)
         if seen is None:
             return
         expected, own = seen.observed.copy(), seen.own_observed.copy()
@@ -300,7 +317,7 @@ class Watch:
         history = self.history
         if numbers is None or history is None or len(history.ranks) < 2:
             return
-        seen = self._compare("peers", np.empty(0, np.int64), numbers)
+        seen = self._compare("peers", None, numbers)
         slow = self._slow_peer(numbers)
         if seen is None or slow is None or not seen.apart:
             self.episodes.gone("peers", now)
@@ -347,7 +364,9 @@ class Watch:
             if saves.slow:
                 self.episodes.gone("checkpoint", self._ended(saves.slow[-1]))
             return
-        comparison = self._compare("past", np.array(usual, np.int64), np.array(run))
+        if not usual:
+            return
+        comparison = self._compare("past", past(history, np.array(usual), run[0]), np.array(run))
         if comparison is None:
             return
         verdicts = [verdict for verdict in classify(comparison) if verdict.cause == "checkpoint_stall"]
@@ -363,9 +382,9 @@ class Watch:
 
     # -- what all references share -----------------------------------------------------------------------------------
 
-    def _compare(self, against: str, healthy: Ints, numbers: Ints) -> Comparison | None:
+    def _compare(self, against: str, before: Past | None, numbers: Ints) -> Comparison | None:
         assert self.history is not None
-        return compare(self.trace, self.job, self.history, against, healthy, numbers)
+        return compare(self.trace, self.job, self.history, against, before, numbers)
 
     def _account(
         self, touched: list[Episode], c: Comparison, reference: Reference | float, numbers: Ints, now: int
@@ -385,8 +404,8 @@ class Watch:
 
     def _information(self) -> None:
         """Told once, at the end: faults that are there, whatever they cost; communication that is nobody's fault."""
-        numbers = self.baseline.taught()
-        seen = self._compare("model", np.empty(0, np.int64), numbers) if self.history is not None else None
+        numbers = self._kept(self.baseline.taught())
+        seen = self._compare("model", None, numbers) if self.history is not None else None
         if seen is None:
             return
         verdict = present(seen)

@@ -233,7 +233,7 @@ def test_what_one_core_can_copy_through_tcp_is_not_held_against_the_fabric() -> 
 def test_a_neighbour_from_the_first_step_is_no_misconfiguration() -> None:
     document = one(judge(job(None, Fault("neighbour", 0, 99, 1), seed=1, declared=DECLARED)[0])[0])
     assert document["cause"] == "unknown"
-    assert "not in this job's connections" in document["text"]
+    assert "not in the connections of its ranks" in document["text"]
     assert document["confidence"] <= 0.98
     assert document["next"]
     assert "{" not in document["next"]
@@ -275,6 +275,55 @@ def test_a_rank_that_was_always_slow_is_held_against_its_peers() -> None:
     assert document["cause"] == "straggler"
     assert document["baseline"]["from"] == "peers"
     assert document["locus"] == ["rank:1", "host:h1"]
+
+
+STEPS_100_MS: dict[str, Any] = {"forward": 0.02, "backward": 0.03, "size": 4e6, "fetch": 0.01}
+STEPS_2_S: dict[str, Any] = {"forward": 0.3, "backward": 0.5, "size": 1.68e8, "fetch": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "mild", "onset", "worse"),
+    [(STEPS_100_MS, 1.35, 12, 280), (STEPS_100_MS, 1.12, 12, 280), (STEPS_2_S, 1.35, 150, 2400)],
+    ids=["told", "too mild to be told", "for longer than counters are kept"],
+)
+def test_a_fault_that_comes_late_in_a_long_slowdown_is_named(
+    changes: dict[str, Any], mild: float, onset: int, worse: int
+) -> None:
+    slow = Fault("slow_rank", onset, 9999, None, mild)
+    points, _ = job(Layout(seconds=worse + 100), slow, Fault("bandwidth", worse, 9999, 1, 0.2), seed=3, **changes)
+    *before, document = judge(points)[0]
+    assert {earlier["cause"] for earlier in before} <= {"unknown"}
+    assert (document["cause"], document["baseline"]["from"]) == ("network_congestion", "past")
+    assert set(document["locus"]) & set(NIC)
+    assert seconds(document, "start") == pytest.approx(worse, abs=2.5)
+
+
+@pytest.mark.parametrize(
+    ("always", "worse", "changes", "origin"),
+    [
+        (None, Fault("storage", 60, 80, None, 0.8), {"fetch": 0.25}, "model"),
+        (Fault("slow_rank", 0, 999, 1, 1.5), Fault("cpu_quota", 60, 80, 1, 2.7), {"ranks": 4, **HEAVY}, "peers"),
+    ],
+    ids=["starvation", "straggler"],
+)
+def test_a_cause_that_was_always_there_and_gets_worse_is_told_again_with_what_that_costs(
+    always: Fault | None, worse: Fault, changes: dict[str, Any], origin: str
+) -> None:
+    points, _ = job(Layout(seconds=90), *filter(None, (always, worse)), seed=3, **changes)
+    first, second = judge(points)[0]
+    assert first["cause"] == second["cause"]
+    assert (first["baseline"]["from"], second["baseline"]["from"]) == (origin, "past")
+    assert abs(seconds(second, "start") - 60) <= 2.5
+    assert abs(seconds(second, "end") - 80) <= 2.5
+    lost = changes.get("ranks", 2) * 20 * (1 - mean_step(points, 30, 60) / mean_step(points, 62, 80))
+    assert second["lost_gpu_seconds"] == pytest.approx(lost, rel=0.1)
+    assert seconds(first, "end") > 85
+
+
+def mean_step(points: list[Point], since: float, until: float) -> float:
+    """Seconds, of the steps that end in between."""
+    ended = [p for p in points if p.series.measurement == "diagnosd_step" and since < (p.time - T0) / 1e9 <= until]
+    return sum(float(p.fields["duration"]) for p in ended) / len(ended)
 
 
 def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
