@@ -2,8 +2,8 @@
 
 A rank holds its GPU (or, without one, what counts as one) from the first point that says it exists to the last one.
 Until the start of its first step that is `init`; between steps and after the last one nobody saw what it did:
-`unobserved`; from the end of one attempt to the first sign of the next, `restart`. A step divides into what it says
-itself: `checkpoint`, `eval`, exposed communication, and the rest.
+`unobserved`; from the end of one attempt, or run, to the first sign of the next, `restart`. A step divides into what it
+says itself: `checkpoint`, `eval`, exposed communication, and the rest.
 
 Diagnoses then claim what they cost out of these, in the order that DRAWS gives. What they claim beyond what was there
 makes `unexplained` negative: it shows, it is not hidden. What is left of communication and the rest is called
@@ -21,7 +21,7 @@ from diagnosd.analysis.steps import LONGEST_S, SOURCES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from diagnosd.point import Point, Series
+    from diagnosd.point import Point, Series, Value
 
 CAUSES = (
     "network_congestion", "data_starvation", "topology_misconfiguration", "link_fault", "straggler", "throttling",
@@ -72,34 +72,42 @@ class _Rank:
         self.stepped = False  # in this attempt
         self.exited = False
 
-    def begin(self, attempt: int, time: int) -> bool:
-        """Whether a point of this attempt, seen at this time, counts. A new one closes the one before."""
-        if attempt <= self.attempt:
+    def begin(self, attempt: int, time: int, *, runs: bool) -> bool:
+        """Whether a point of this attempt, seen at this time, counts. A new one closes the one before.
+
+        A rank that `runs` after it has exited is of a second run of the job, which counts its attempts from 0 again.
+        """
+        again = runs and self.exited and time > self.seen
+        if attempt <= self.attempt and not again:
             return attempt == self.attempt
         first = not self.attempt and not self.stepped and not self.exited
         self.attempt = attempt
         if not first:  # else the rank was seen before its attempt was told
-            self.booked["unobserved" if self.stepped else "init"] += self.seen - self.until
-            self.booked["restart"] += max(0, time - self.seen)
-            self.until = self.seen = max(time, self.seen)
-            self.stepped = self.exited = False
-            self.source = 0
+            self._begin_anew(time)
         return True
+
+    def _begin_anew(self, time: int) -> None:
+        self.booked["unobserved" if self.stepped else "init"] += self.seen - self.until
+        self.booked["restart"] += max(0, time - self.seen)
+        self.until = self.seen = max(time, self.seen)
+        self.stepped = self.exited = False
+        self.source = 0
 
     def see(self, point: Point) -> None:
         """A point that says that the rank exists, or that it has exited."""
         fields, time = point.fields, point.time
-        attempt = fields.get("attempt", self.attempt)
-        if (isinstance(attempt, int) and not self.begin(attempt, time)) or self.exited:
+        attempt, state = fields.get("attempt", self.attempt), _state(point)
+        if (isinstance(attempt, int) and not self.begin(attempt, time, runs=state == "running")) or self.exited:
             return
         self.seen = max(self.seen, time)
-        self.exited = fields.get("state") == "exited" and point.series.measurement == "diagnosd_rank"
+        self.exited = state == "exited"
 
     def step(self, point: Point, source: int) -> None:
         _, fields, end = point
         start = _start(point)
         attempt = fields.get("attempt", self.attempt)
-        if attempt != self.attempt and isinstance(attempt, int) and not self.begin(attempt, start):
+        other = attempt != self.attempt or self.exited
+        if other and isinstance(attempt, int) and not self.begin(attempt, start, runs=True):
             return
         if self.exited or source < self.source or end <= self.until:
             return
@@ -227,6 +235,11 @@ def _draw(classes: dict[str, int], cause: str, claimed: int) -> None:
         left -= part
     classes[cause] += left
     classes["unexplained"] -= left
+
+
+def _state(point: Point) -> Value | None:
+    """Of the rank; what a process says of its own is another."""
+    return point.fields.get("state") if point.series.measurement == "diagnosd_rank" else None
 
 
 def _start(point: Point) -> int:

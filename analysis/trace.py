@@ -269,7 +269,7 @@ class Trace:
         """The rank as of its newest attempt, and `began` as its first sign; None for one of an attempt that is over."""
         attempt = point.fields.get("attempt")
         if isinstance(attempt, int) and attempt != job.attempt:
-            if attempt < job.attempt:
+            if attempt < job.attempt and not _is_second_run(job, point, began):
                 return None
             job._rise(attempt)  # noqa: SLF001  # a job and its trace are one
         info = job.ranks.get(rank)
@@ -447,6 +447,13 @@ def _who(series: Series) -> tuple[str, str, int] | None:
     """Job, host and rank."""
     job, host, rank = series.tag("job"), series.tag("host"), series.tag("rank") or ""
     return (job, host, int(rank)) if job and host and rank.isdecimal() else None
+
+
+def _is_second_run(job: Job, point: Point, began: int) -> bool:
+    """Whether somebody runs a job again of which all ranks had exited: then attempts are counted from 0 again."""
+    runs = point.series.measurement != "diagnosd_rank" or point.fields.get("state") == "running"
+    left = [info.state == "exited" and info.last < (began or point.time) for info in job.ranks.values()]
+    return runs and bool(left) and all(left)
 
 
 def _describe(info: RankInfo, fields: Mapping[str, Value]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,21 @@ def test_a_restart_is_from_the_end_of_one_attempt_to_the_first_sign_of_the_next(
     assert account == {"other_by_design": 11, "unobserved": 2, "restart": 8, "init": 4}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_second_run_of_the_job_counts_and_the_time_between_the_two_is_restart(first: int) -> None:
+    """It counts its attempts from 0 again."""
+    account = booked(
+        seen(0, attempt=first, state="running"),
+        step(10, 10.0, attempt=first),
+        seen(12, attempt=first, state="exited"),
+        seen(72, attempt=first, state="exited"),
+        seen(100, attempt=0, state="running"),
+        step(103, 1.0, attempt=0),
+        seen(104, attempt=0, state="exited"),
+    )
+    assert account == {"other_by_design": 11, "unobserved": 3, "restart": 88, "init": 2}
+
+
 def test_steps_that_tell_no_attempt_are_of_the_one_that_the_rank_is_in() -> None:
     points = [seen(0, attempt=1), step(10, 10.0, attempt=1), seen(11), step(20, 10.0)]
     assert booked(*points) == {"other_by_design": 20}
@@ -120,7 +136,8 @@ fields = st.fixed_dictionaries(
     },
 )
 happenings = st.lists(
-    st.tuples(moments, st.integers(0, 3), st.sampled_from(["step", "seen", "alive", "exited"]), fields), max_size=40
+    st.tuples(moments, st.integers(0, 3), st.sampled_from(["step", "seen", "alive", "running", "exited"]), fields),
+    max_size=40,
 )
 
 
@@ -139,6 +156,7 @@ def test_the_classes_of_any_trace_sum_to_its_gpu_time_exactly(
             "step": step(time, duration, rank, **told),
             "seen": seen(time, rank, **attempt),
             "alive": alive(time, rank),
+            "running": seen(time, rank, state="running", **attempt),
             "exited": seen(time, rank, state="exited", **attempt),
         }[what]
         ledger.add([point])

@@ -72,6 +72,19 @@ def test_numbers_that_go_back_in_one_attempt_go_on_in_a_new_lap() -> None:
     assert (seen.end > 0).all()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_second_run_of_a_job_that_has_ended_counts(first: int) -> None:
+    """It counts its attempts from 0 again."""
+    exited = [
+        point("diagnosd_rank", 10, {"state": "exited", "attempt": first}, job="j", host="n00", rank=str(rank))
+        for rank in (0, 1)
+    ]
+    points = [step(n, n, rank, attempt=first, duration=1.0) for n in range(5) for rank in (0, 1)]
+    points += [*exited, *(step(n, 100 + n, rank, attempt=0, duration=1.0) for n in range(5) for rank in (0, 1))]
+    job = traced(points).jobs["j"]
+    assert (job.attempt, len(job.steps()), job.outdated) == (0, 5 if first else 10, {})
+
+
 def test_a_new_attempt_begins_anew_and_the_old_one_is_over() -> None:
     points = [step(n, n, rank, attempt=0, duration=1.0) for n in range(5) for rank in (0, 1)]
     points += [step(2, 10, 0, attempt=1, duration=2.0), step(9, 10.1, 1, attempt=0, duration=9.0)]
