@@ -374,9 +374,16 @@ def carried(c: Comparison, host: str, name: str) -> tuple[float, float]:
 
 
 def interfaces(c: Comparison, host: str) -> list[Series]:
-    """The host's network interfaces, without loopback and what only passes on (bridges, veths of containers)."""
-    skip = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali")
-    return [s for _, s in c.series("net", (host,)) if not (s.tag("interface") or "lo").startswith(skip)]
+    """The host's network interfaces, each byte in one of them: those that hold an address, as the inventory tells.
+
+    Members of a bond and ports of a bridge hold none, and what they carry is counted there again. So is what a VLAN
+    carries on the interface that it is named after. Where no address is told, all but loopback.
+    """
+    inventory = c.trace.inventory(host)
+    holding = {nic.netdev for nic in (inventory.nics if inventory else None) or () if nic.addresses}
+    counted = {name for name in holding if name and ("." not in name or name.partition(".")[0] not in holding)}
+    named = [(series.tag("interface") or "lo", series) for _, series in c.series("net", (host,))]
+    return [series for name, series in named if (name in counted if counted else name != "lo")]
 
 
 def carriers(c: Comparison, host: str) -> list[Series]:
@@ -407,9 +414,10 @@ def _shows_the_collectives(c: Comparison, own: tuple[float, float]) -> bool:
 
 
 def foreign_bytes(c: Comparison) -> Iterator[Reading]:
-    """Bytes on the collectives' interfaces that are not in the job's connections: somebody else uses the link.
+    """Bytes on the collectives' interfaces that are not in the ranks' connections: somebody else uses the link.
 
-    A third of the traffic, three times what it was: backups and monitoring stay far below on a training network.
+    A third of the traffic, three times what it was: backups and monitoring stay far below on a training network, and
+    what loader workers read, or the kernel's NFS for them, was there before.
     """
     for host in c.all_hosts:
         for name, own_name, way in (("bytes_recv", "bytes_received", "into"), ("bytes_sent", "bytes_sent", "out of")):
@@ -422,7 +430,7 @@ def foreign_bytes(c: Comparison) -> Iterator[Reading]:
             before = max(total_before - WIRE_OVER_PAYLOAD * np.nan_to_num(own_before), 0.0) if c.before else 0.0
             how = min(strength(now / total_now, 0.33, 0.1), strength(now, 3 * before, 0.3 * before + 1e6))
             own = f"beside its own {scaled(own_now, 'B/s')}"
-            text = f"{scaled(now, 'B/s')} {way} the host are not in this job's connections, {own}"
+            text = f"{scaled(now, 'B/s')} {way} the host are not in the connections of its ranks, {own}"
             yield Reading(f"host:{host}", now, before, how, text, receiver=host, subtype="neighbour_traffic")
 
 
@@ -643,19 +651,24 @@ def wrong_interface(c: Comparison) -> Iterator[Reading]:
     if fabric is None or not fabric.interfaces:
         return
     for host in c.all_hosts:
-        sent = {s.tag("interface") or "": float(np.nan_to_num(c.rate(s, "bytes_sent")[0])) for s in interfaces(c, host)}
-        inside = sum(rate for name, rate in sent.items() if name in fabric.interfaces)
-        outside = {name: rate for name, rate in sent.items() if name not in fabric.interfaces}
+        declared = _sent(c, [s for _, s in c.series("net", (host,)) if s.tag("interface") in fabric.interfaces])
+        outside = {name: rate for name, rate in _sent(c, interfaces(c, host)).items() if name not in declared}
         used = max(outside, key=lambda name: outside[name], default="")
-        if not used or not set(sent) & set(fabric.interfaces) or not _is_the_jobs(c, host, outside[used]):
+        if not used or not declared or not _is_the_jobs(c, host, outside[used]):
             continue
+        inside = sum(declared.values())
         share = inside / max(inside + outside[used], 1e-9)
         wrong = share < 0.01
-        names = ", ".join(sorted(set(sent) & set(fabric.interfaces)))
+        names = ", ".join(sorted(declared))
         sends = f"{scaled(outside[used], 'B/s')} over {used}, {scaled(inside, 'B/s')} over the fabric's {names}"
         text = f"{host} sends {sends}"
         nic, how = f"nic:{host}/{used}", 3.0 if wrong else -3.0
         yield Reading(nic, outside[used], inside, how, text, decisive=wrong, subtype="wrong_interface")
+
+
+def _sent(c: Comparison, among: list[Series]) -> dict[str, float]:
+    """Bytes a second by the name of the interface."""
+    return {series.tag("interface") or "": float(np.nan_to_num(c.rate(series, "bytes_sent")[0])) for series in among}
 
 
 def _is_the_jobs(c: Comparison, host: str, rate: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from diagnosd.collectors.kernel import KernelFile, RollCall, counter
@@ -18,12 +19,13 @@ COLUMNS = (
     (10, "err_out"),
     (11, "drop_out"),
 )
-# One a container, hundreds on some nodes; their bytes pass a port of the host and are counted there.
-CONTAINER_ENDS = ("veth", "cali", "lxc")
+# Ends of containers, hundreds on some nodes, and the bridges that join them: what leaves the host passes a port and is
+# counted there. Docker names a bridge by 12 hexadecimal digits; br0 or br-ex may be what holds the host's address.
+INSIDE = re.compile(r"lo|(veth|cali|lxc|cni|flannel|docker|virbr).*|br-[0-9a-f]{12}")
 
 
 def watched(interface: str) -> bool:
-    return interface != "lo" and not interface.startswith(CONTAINER_ENDS)
+    return INSIDE.fullmatch(interface) is None
 
 
 class Net:

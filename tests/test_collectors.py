@@ -66,9 +66,11 @@ def test_net_has_telegrafs_names_in_the_kernels_columns(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_net_leaves_out_the_loopback_and_the_ends_of_containers(tmp_path: Path) -> None:
-    points = Net("n01", tree(tmp_path, {"net/dev": NET_DEV})).read(NOW)
-    assert set(by_tag(points, "interface")) == {"eth0", "ib0.1"}
+def test_net_leaves_out_the_loopback_and_what_joins_containers(tmp_path: Path) -> None:
+    inside = ("docker0", "br-0123456789ab", "virbr0", "cni0", "flannel.1")
+    more = "".join(f"{name}: 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n" for name in (*inside, "br-ex", "lom0"))
+    points = Net("n01", tree(tmp_path, {"net/dev": NET_DEV + more})).read(NOW)
+    assert set(by_tag(points, "interface")) == {"eth0", "ib0.1", "br-ex", "lom0"}
 
 
 def test_a_counter_beyond_63_bits_is_sent_modulo_2_to_the_63(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from diagnosd.analysis.causes import CAUSES, RIVALS
 from diagnosd.analysis.classify import SUREST, Verdict, classify, next_measurement
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import OWN, PARTS
-from diagnosd.analysis.evidence import ROWS, collect, least_transfer
+from diagnosd.analysis.evidence import ROWS, collect, interfaces, least_transfer
 from diagnosd.analysis.localize import where
 from diagnosd.analysis.trace import Trace
 from diagnosd.point import Point, point
@@ -310,14 +311,58 @@ def test_others_bytes_on_the_interface_are_somebody_elses_traffic() -> None:
     assert verdict.loci == ("nic:b/eth0", "host:b")
 
 
-def test_loopback_and_container_bridges_are_no_interfaces_of_the_job() -> None:
+def holding(host: str, **addresses: str) -> list[Point]:
+    """What the inventory tells of a host's interfaces: `eth0="10.0.0.1"`; one that holds no address: `eth0=""`."""
+    nics = [
+        {"netdev": name.replace("_", "."), "addresses": [held] if held else None} for name, held in addresses.items()
+    ]
+    return [point("diagnosd_node", {"host": host}, {"inventory": json.dumps({"nics": nics})}, T0)]
+
+
+def test_loopback_and_what_joins_containers_are_no_interfaces_of_the_job() -> None:
     points = [
+        *holding("b", eth0="10.0.0.1"),
         *counted("net", "bytes_recv", 1e6, 900e6, host="b", interface="lo"),
         *counted("net", "bytes_recv", 1e6, 900e6, host="b", interface="docker0"),
         *counted("net", "bytes_recv", 95e6, 20e6, host="b", interface="eth0"),
         *counted("diagnosd_socket", "bytes_received", 90e6, 19e6, **socket("b", 1, 0)),
     ]
     assert (strongest(compared({"transfer": 0.5}, *points), "others' bytes") or 0) < 0
+
+
+@pytest.mark.parametrize(
+    ("held", "nic"),
+    [
+        ({"bond0": "10.0.0.1", "eth0": "", "eth1": ""}, "bond0"),
+        ({"eth0_7": "10.0.0.1", "eth0": ""}, "eth0.7"),
+        ({"eth0_7": "10.0.0.1", "eth0": "10.9.0.1"}, "eth0"),
+        ({"br0": "10.0.0.1", "eth0": ""}, "br0"),
+    ],
+    ids=["a bond and its members", "a VLAN", "a VLAN beside an address of its parent's", "a bridge and its port"],
+)
+def test_a_byte_that_passes_several_interfaces_counts_once(held: dict[str, str], nic: str) -> None:
+    """From the first step on, so that nothing is known of before: no neighbour who explains a slow transfer."""
+    points = holding("b", **held)
+    for name in held:
+        for way in ("bytes_recv", "bytes_sent"):
+            points += counted("net", way, 95e6, 20e6, host="b", interface=name.replace("_", "."))
+    points += counted("diagnosd_socket", "bytes_received", 90e6, 19e6, **socket("b", 1, 0))
+    early = {"before": None, "against": "model", "from_start": True, "sync_bytes": np.nan}
+    points += counted("diagnosd_socket", "bytes_sent", 90e6, 19e6, **socket("b", 1, 0))
+    c = compared({"transfer": 0.5}, *points, **early)
+    assert [series.tag("interface") for series in interfaces(c, "b")] == [nic]
+    assert (strongest(c, "others' bytes") or 0) < 0
+
+
+def test_a_declared_interface_that_holds_no_address_is_not_the_one_in_use() -> None:
+    points = [
+        point("diagnosd_cluster", {"cluster": "lab"}, {"spec": DECLARED}, T0 + 9),
+        *holding("b", eth0="", eth1="10.0.0.1"),
+        *counted("net", "bytes_sent", 95e6, 20e6, host="b", interface="eth1"),
+        *counted("net", "bytes_sent", 0, 0, host="b", interface="eth0"),
+        *counted("diagnosd_socket", "bytes_sent", 90e6, 19e6, **socket("b", 1, 0)),
+    ]
+    assert strongest(compared({"transfer": 0.5}, *points, from_start=True), "interface") == 3
 
 
 SLOW = {"forward": 0.08, "backward": 0.2}
