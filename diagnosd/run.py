@@ -30,7 +30,7 @@ from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_th
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.point import Point
-from diagnosd.probe.identity import is_off
+from diagnosd.probe.identity import is_off, job_name
 from diagnosd.recording import RecordingError, read
 
 log = logging.getLogger("diagnosd.run")
@@ -57,7 +57,7 @@ class Verdicts:
         self.failure = ""  # why there is no verdict
         self.lost = 0  # nothing: what it does not take is kept from the recording too
         self.analysis = Analysis(cluster)
-        self._folder = folder
+        self.folder = folder
         self._tell = tell
         self._batches: queue.Queue[list[Point] | None] = queue.Queue(WAITING)
         self._closed_at = math.inf
@@ -66,7 +66,7 @@ class Verdicts:
         self._thread.start()
 
     def take(self, batches: Sequence[Batch]) -> None:
-        if self._folder is None:
+        if self.folder is None:
             self._put([each for batch in batches for each in batch.points])
 
     def close(self) -> None:
@@ -100,11 +100,11 @@ class Verdicts:
                 return
 
     def _points(self) -> Iterator[list[Point]]:
-        if self._folder is None:
+        if self.folder is None:
             yield from iter(self._batches.get, None)
             return
         told = 0
-        reading = read(self._folder, follow=True, stop=lambda: time.monotonic() > self._closed_at + GRACE_S)
+        reading = read(self.folder, follow=True, stop=lambda: time.monotonic() > self._closed_at + GRACE_S)
         for points in chain(reading, ([],)):  # what ended the reading is known only behind its last points
             yield points
             for reason in reading.unread[told:]:
@@ -165,6 +165,8 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
             signals = take_signals()
             socket, tell = stack.enter_context(_own_socket()), stack.enter_context(_told_live())
             watched, verdicts = _embedded(socket, options, tell)
+            if verdicts.folder and _is_of_this_host(job, environ):
+                _say(f"only this host calls the job {job}: where several nodes record, name it with --job NAME")
             command = Command(argv, _environment(environ, socket, options.host, job), signals)
         except StartError as error:
             return _not_started(str(error), error.code)
@@ -177,6 +179,11 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
         unjudged = verdicts.failure and _unjudged(watched, verdicts, options)
         _tell_all(verdicts, unjudged or _silence(verdicts, f"{argv[0]} {command.status}", environ), command, output)
     return command.code
+
+
+def _is_of_this_host(job: str, environ: Mapping[str, str]) -> bool:
+    """Whether nothing in the environment names the job: then it has another name on each host."""
+    return job == job_name({"DIAGNOSD_HOST": environ.get("DIAGNOSD_HOST", "")}, os.getpid())
 
 
 @contextmanager

@@ -291,6 +291,15 @@ def test_a_folder_is_analyzed_whole_whichever_host_wrote(tmp_path: Path) -> None
     assert json.loads(done.stdout.splitlines()[-1])["jobs"]["t"]["hosts"] == ["n01", "n02"]
 
 
+def test_a_job_that_every_host_would_name_otherwise_is_to_be_named_where_several_record(tmp_path: Path) -> None:
+    unnamed = "diagnosd: only this host calls the job "
+    assert unnamed in diagnosd("run", "--record", f"{tmp_path}/", "--", "true").stderr
+    assert unnamed not in diagnosd("run", "--record", f"{tmp_path}/", "--job", "t", "--", "true").stderr
+    slurm = {"SLURM_JOB_ID": "7"}
+    assert unnamed not in diagnosd("run", "--record", f"{tmp_path}/", "--", "true", env=slurm).stderr
+    assert unnamed not in diagnosd("run", "--record", f"{tmp_path}/a.lp", "--", "true").stderr
+
+
 def test_a_file_in_the_folder_that_cannot_be_read_is_said_and_the_others_are_judged(tmp_path: Path) -> None:
     (tmp_path / "n02.lp").write_text("# diagnosd-recording 2 {}\n")
     done = diagnosd("run", "--job", "t", "--record", f"{tmp_path}/", *python(TRAINING, "30"))
