@@ -16,7 +16,7 @@ a step ends where the next fetch begins.
 A stretch from one fetch to the next without a backward is evaluation if its loader never fed a backward.
 """
 
-from typing import Any, Callable, Hashable, List, NamedTuple, Optional, Set
+from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Set
 
 DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, COMM, CHECKPOINT, EVAL, BLOCKED, OTHER, LOOSE = range(11)
 NAMES = ("data_wait", "h2d", "forward", "backward", "optimizer", "comm", "checkpoint", "eval", "blocked", "other")
@@ -128,6 +128,7 @@ class Steps:
         self._over = over
         self._began: Optional[int] = None
         self._stack: List[int] = []
+        self._calls: Dict[Hashable, int] = {}  # optimizers in their step, with the length of the stack before it
         self._part = Part()
         self._parts: List[Part] = []
         self._last = 0  # how many of _parts the last optimizer call closes
@@ -165,10 +166,11 @@ class Steps:
         self.phase = phase
         self.since = self.entered = t
 
-    def _unwind(self, t: int) -> None:
-        """An optimizer that raised never said that it ended, and nobody fetches inside one."""
-        while self._stack:
+    def _unwind(self, t: int, depth: int = 0) -> None:
+        """Leave what lies deeper: an optimizer that raises never says that it ended."""
+        while len(self._stack) > depth:
             self.leave(t)
+        self._calls = {caller: before for caller, before in self._calls.items() if before < depth}
 
     def _start(self, t: int) -> None:
         """The first step begins with the first fetch, forward, backward or update; what was before is none's."""
@@ -181,7 +183,7 @@ class Steps:
     def loading_begins(self, t: int) -> None:
         """A loader starts its workers, say. It is waited for like a fetch, and is none; `leave` ends it."""
         self._start(t)
-        if self.phase == OPTIMIZER:
+        if self.phase == OPTIMIZER:  # nobody fetches inside one
             self._unwind(t)
         if not self._stack:
             self._rest(OTHER, t)
@@ -252,12 +254,19 @@ class Steps:
             self._part.synced(sync)
         self.leave(t)
 
-    def optimizer_begins(self, t: int) -> None:
+    def optimizer_begins(self, t: int, caller: Hashable) -> None:
+        """`caller` is the optimizer, or the scaler that may call it. One that was in its step already had raised."""
         self._start(t)
+        if caller in self._calls:
+            self._unwind(t, self._calls[caller])
+        self._calls[caller] = len(self._stack)
         self.enter(t, OPTIMIZER)
 
-    def optimizer_ends(self, t: int, optimizer: Hashable) -> None:
-        self.leave(t)
+    def optimizer_ends(self, t: int, optimizer: Hashable, caller: Optional[Hashable] = None) -> None:
+        depth = self._calls.get(optimizer if caller is None else caller)
+        if depth is None:  # it called its parent's step, which was taken for its own next one
+            return
+        self._unwind(t, depth)
         self._part.stepped.add(optimizer)
         self._optimizers.add(optimizer)
         if not self._stack:

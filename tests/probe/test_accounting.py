@@ -61,7 +61,7 @@ class Loop:
         self.steps.backward_ends(self.spend(ns))
 
     def update(self, optimizer: str = "sgd", ns: int = 5, inside: Callable[[], None] = lambda: None) -> None:
-        self.steps.optimizer_begins(self.now)
+        self.steps.optimizer_begins(self.now, optimizer)
         inside()
         self.steps.optimizer_ends(self.spend(ns), optimizer)
 
@@ -364,10 +364,53 @@ def test_the_queue_of_a_step_is_that_of_its_first_fetch(loop: Loop) -> None:
 def test_an_optimizer_that_raised_does_not_stop_the_accounting(loop: Loop) -> None:
     for _ in range(4):
         loop.train()
-    loop.steps.optimizer_begins(loop.spend(3))  # and never ends
+    loop.steps.optimizer_begins(loop.spend(3), "sgd")  # and never ends
     for _ in range(3):
         loop.train()
     assert len(loop.done()) == 7
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_optimizer_that_raised_in_a_loop_without_a_loader_costs_one_step_its_end(loop: Loop, times: int) -> None:
+    for number in range(8):
+        loop.forward()
+        loop.backward()
+        if number == 4:
+            for _ in range(times):
+                loop.steps.optimizer_begins(loop.spend(3), "sgd")
+        else:
+            loop.update()
+    steps = loop.done()
+    assert [step.spent[BACKWARD] for step in steps] == [30] * 4 + [60] + [30] * 2
+    assert all(sum(step.spent) == step.duration for step in steps)
+
+
+def test_an_optimizer_that_raises_inside_a_scaler_ends_its_step_all_the_same(loop: Loop) -> None:
+    for _ in range(6):
+        loop.forward()
+        loop.backward()
+        loop.steps.optimizer_begins(loop.now, "scaler")
+        loop.steps.optimizer_begins(loop.now, "sgd")
+        loop.steps.optimizer_ends(loop.spend(5), "sgd", "scaler")
+    assert [(step.spent[BACKWARD], step.spent[OPTIMIZER]) for step in loop.done()] == [(30, 5)] * 6
+
+
+def test_an_optimizer_that_raises_inside_a_backward_does_not_stop_the_accounting(loop: Loop) -> None:
+    for number in range(6):
+        loop.forward()
+        if number == 2:
+            loop.backward(inside=lambda: loop.steps.optimizer_begins(loop.spend(3), "sgd"))
+        else:
+            loop.backward(inside=loop.update)
+    assert len(loop.done()) == 5
+
+
+def test_a_step_of_an_optimizer_that_calls_its_parents_step_is_one(loop: Loop) -> None:
+    for _ in range(6):
+        loop.forward()
+        loop.backward()
+        loop.update(inside=loop.update)
+    assert [step.spent[BACKWARD] for step in loop.done()] == [30] * 6
 
 
 def test_a_script_that_names_its_steps_decides_alone_where_they_end(loop: Loop) -> None:
@@ -383,7 +426,20 @@ def test_a_script_that_names_its_steps_decides_alone_where_they_end(loop: Loop) 
 
 
 CALLS = st.sampled_from(
-    ["fetch", "other loader", "end", "forward", "backward", "update", "update b", "save", "eval", "spend", "reduce"]
+    [
+        "fetch",
+        "other loader",
+        "end",
+        "forward",
+        "backward",
+        "update",
+        "update b",
+        "raise",
+        "save",
+        "eval",
+        "spend",
+        "reduce",
+    ]
 )
 
 
@@ -399,6 +455,7 @@ def test_whatever_a_loop_does_the_phases_of_a_step_add_up_to_its_duration(calls:
         "backward": loop.backward,
         "update": loop.update,
         "update b": lambda: loop.update("b"),
+        "raise": lambda: loop.steps.optimizer_begins(loop.now, "sgd"),
         "save": lambda: (loop.steps.checkpoint_begins(loop.now), loop.steps.leave(loop.spend(70))),
         "eval": lambda: loop.steps.evaluation_begins(loop.now),
         "spend": lambda: loop.spend(11),

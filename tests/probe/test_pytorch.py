@@ -249,6 +249,19 @@ def test_a_step_an_update_of_accumulated_gradients(loops: dict[str, list[dict[st
 
 def test_an_optimizer_that_raises_costs_one_step_its_end(loops: dict[str, list[dict[str, Any]]]) -> None:
     assert [step["samples"] for step in loops["failing_optimizer"]] == [8, 8, 16, 8, 8]
+    assert len(loops["failing_without_loader"]) == 5
+
+
+def test_an_optimizer_that_raises_inside_a_scaler_ends_its_step(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(loops["failing_in_scaler"]) == 6
+
+
+def test_an_optimizer_that_raises_and_is_called_again_ends_its_step(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert [step["samples"] for step in loops["trying_again"]] == [8] * 6
+
+
+def test_an_optimizer_that_calls_its_parents_step_makes_one_step(loops: dict[str, list[dict[str, Any]]]) -> None:
+    assert [step["samples"] for step in loops["inheriting"]] == [8] * 6
 
 
 def test_a_step_a_fetch_where_no_optimizer_is_known(loops: dict[str, list[dict[str, Any]]]) -> None:

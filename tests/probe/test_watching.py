@@ -174,7 +174,7 @@ def steps(reporter: Reporter, costs: list[int], timed: Callable[[int], bool] = l
         notes = reporter.notes.extend
         notes((Steps.backward_begins, 0, t - 20_000_000, ()))
         notes((Steps.backward_ends, cost, t - 10_000_000, (None, timed(number))))
-        notes((Steps.optimizer_begins, 0, t - 5_000_000, ()))
+        notes((Steps.optimizer_begins, 0, t - 5_000_000, ("sgd",)))
         notes((Steps.optimizer_ends, 0, t, ("sgd",)))
     reporter.play()
 
@@ -190,7 +190,7 @@ def test_where_a_device_runs_the_model_no_collective_of_the_host_is_told_as_the_
             (Steps.enter, 0, t + 1, (COMM,)),
             (Steps.collective_ends, 0, t + 2, (Sync(8, t + 1, t + 2, "world:0"),)),
             (Steps.backward_ends, 0, t + 3, ()),
-            (Steps.optimizer_begins, 0, t + 4, ()),
+            (Steps.optimizer_begins, 0, t + 4, ("sgd",)),
             (Steps.optimizer_ends, 0, t + 5, ("sgd",)),
             (Steps.end_of_pending, 0, t + 5, ()),
         ):

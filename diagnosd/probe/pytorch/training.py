@@ -53,9 +53,9 @@ def _hook_optimizers(reporter: Reporter, device: Device) -> None:
     """
     note = reporter.notes.extend
 
-    def begins(*_: Any) -> None:
+    def begins(optimizer: Any, *_: Any) -> None:
         if thread_id() == reporter.training or reporter.trains():
-            note((Steps.optimizer_begins, 0, clock(), ()))
+            note((Steps.optimizer_begins, 0, clock(), (id(optimizer),)))
             if device.active:
                 device.passes(None, OPTIMIZER)
 
@@ -82,11 +82,11 @@ def _scaled(reporter: Reporter, original: Any) -> Any:
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not reporter.trains():
             return original(scaler, optimizer, *args, **kwargs)
-        note((Steps.optimizer_begins, 0, clock(), ()))
+        note((Steps.optimizer_begins, 0, clock(), (id(scaler),)))
         try:
             return original(scaler, optimizer, *args, **kwargs)
         finally:
-            note((Steps.optimizer_ends, 0, clock(), (id(optimizer),)))
+            note((Steps.optimizer_ends, 0, clock(), (id(optimizer), id(scaler))))
 
     return step
 

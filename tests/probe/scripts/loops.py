@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch._dynamo  # an optimizer imports it: once here, not in every fork
@@ -86,16 +87,59 @@ def own_optimizer() -> None:
                 parameter.grad = None
 
 
+class Failing(torch.optim.SGD):
+    """As where memory runs out in the third step."""
+
+    calls = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("out of memory")
+        super().step(closure)
+
+
 def failing_optimizer() -> None:
-    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.01)
-    for number, batch in enumerate(LOADER):
+    optimizer = Failing(MODEL.parameters(), lr=0.01)
+    for batch in LOADER:
         loss(batch).backward()
-        if number == 2:
-            optimizer.param_groups[0]["lr"] = "fast"
-            try:
-                optimizer.step()
-            except (TypeError, RuntimeError):
-                optimizer.param_groups[0]["lr"] = 0.01
+        with suppress(RuntimeError):
+            optimizer.step()
+
+
+def failing_without_loader() -> None:
+    optimizer = Failing(MODEL.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        loss(torch.randn(8, 16)).backward()
+        with suppress(RuntimeError):
+            optimizer.step()
+
+
+def failing_in_scaler() -> None:
+    optimizer, scaler = Failing(MODEL.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    for _ in range(STEPS):
+        scaler.scale(loss(torch.randn(8, 16))).backward()
+        with suppress(RuntimeError):
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def trying_again() -> None:
+    optimizer = Failing(MODEL.parameters(), lr=0.01)
+    for batch in LOADER:
+        loss(batch).backward()
+        try:
+            optimizer.step()
+        except RuntimeError:
+            optimizer.step()
+
+
+def inheriting() -> None:
+    torch.optim.SGD(MODEL.parameters(), lr=0.01)  # PyTorch hooks a class's step when it makes the first of it
+    optimizer = Failing(MODEL.parameters(), lr=0.01)
+    optimizer.calls = 3
+    for batch in LOADER:
+        loss(batch).backward()
         optimizer.step()
 
 
@@ -114,6 +158,10 @@ LOOPS: list[Callable[[], None]] = [
     in_backward,
     own_optimizer,
     failing_optimizer,
+    failing_without_loader,
+    failing_in_scaler,
+    trying_again,
+    inheriting,
     inference,
 ]
 
