@@ -27,6 +27,7 @@ WIDTH = 80
 LABEL = 12  # columns of `  evidence  `
 STILL_S = 10.0  # without a step: not even a slow one can then be called as usual
 BAR = 20
+NAME = 24  # columns of a job's name, however much else its line has to say
 
 
 class Span(NamedTuple):
@@ -196,14 +197,14 @@ def _gap(gap: Document) -> str:
 def account(name: str, job: Document) -> list[Line]:
     """Where a job's GPU time went: rows that add up, as printed."""
     total, steps, ledger = _number(job, "gpu_ns"), _number(job, "steps") or 0, _mapping(job.get("ledger_ns"))
-    head = f"Job {clean(name)}: {steps:,.0f} steps"
     if not total or not ledger:
-        return _cut([Span(head)])
+        return _account_of(name, f"{steps:,.0f} steps")
     unit, unit_ns, places = ("GPU-hours", 36 * 10**9, 2) if total >= 1e13 else ("GPU-seconds", 10**8, 1)
     rows = sorted(((ns, code) for code, ns in ledger.items() if isinstance(ns, int) and ns), reverse=True)
     parts = [ns for ns, _ in rows]
     amounts, shares = (_rounded(parts, per / total) for per in (total / unit_ns, 1000))
-    lines = [*_cut([Span(f"{head}, and where its time went")]), *_cut([Span(f"{unit:>13}     share", "label")])]
+    lines = _account_of(name, f"{steps:,.0f} steps, and where its time went")
+    lines += _cut([Span(f"{unit:>13}     share", "label")])
     for amount, share, (ns, code) in zip(amounts, shares, rows, strict=True):
         if not amount and not share:
             continue
@@ -215,10 +216,15 @@ def account(name: str, job: Document) -> list[Line]:
     return lines + _cut([Span(in_all, "label"), Span(odd, "against")])
 
 
+def _account_of(name: str, what: str) -> list[Line]:
+    left = WIDTH - width(f"Job : {what}")
+    return _cut([Span(f"Job {shortened(clean(name), max(left, NAME))}: {what}")])
+
+
 def live(name: str, job: Document, documents: Sequence[Document]) -> str:
     """One line while it runs: where the job is, and the worst that is open."""
     steps, median = _number(job, "steps") or 0, _number(job, "step_s")
-    parts = [name, f"{steps:,.0f} steps"]
+    parts = [f"{steps:,.0f} steps"]
     if median is not None:
         parts.append(seconds(median))
     open_ones = [d for d in documents if d.get("state") in ("suspected", "confirmed")]
@@ -229,7 +235,8 @@ def live(name: str, job: Document, documents: Sequence[Document]) -> str:
         parts.append(f"no step for {seconds(still)}")
     elif steps:
         parts.append("nothing found so far")
-    return clip("  ".join(clean(part) for part in parts), WIDTH - 1)
+    rest = "  ".join(["", *(clean(part) for part in parts)])
+    return clip(shortened(clean(name), max(WIDTH - 1 - width(rest), NAME)) + rest, WIDTH - 1)
 
 
 def plain(lines: Iterable[Line]) -> str:
@@ -491,22 +498,18 @@ def _field(label: str, text: str, role: str = "") -> list[Line]:
 
 
 def _wrap(text: str, columns: int) -> list[str]:
-    """Words in lines of at most so many columns; a word that is longer is cut through."""
+    """Words in lines of at most so many columns; a word that is longer is a name, and is shortened."""
     lines, line = [], ""
-    for word in clean(text).split():
+    for word in (shortened(word, columns) for word in clean(text).split()):
         if line and width(line) + 1 + width(word) > columns:
             lines.append(line)
             line = ""
         line = f"{line} {word}" if line else word
-        while width(line) > columns:
-            part = _fitting(line, columns)
-            lines.append(part)
-            line = line[len(part) :]
     return [*lines, line] if line else lines
 
 
 def _pad(text: str, columns: int, *, right: bool = False) -> str:
-    text = clip(clean(text), columns)
+    text = shortened(clean(text), columns)
     space = " " * (columns - width(text))
     return space + text if right else text + space
 
@@ -522,18 +525,26 @@ def _cut(spans: Sequence[Span]) -> list[Line]:
 
 
 def clip(text: str, columns: int) -> str:
-    return text if width(text) <= columns else _fitting(text, max(0, columns - 1)) + "…"[: max(0, columns)]
+    return text if width(text) <= columns else _fitting(text, columns - 1) + "…"[: max(0, columns)]
+
+
+def shortened(name: str, columns: int) -> str:
+    """A name without its middle: hosts differ at the front, runs of a job at the end, where an interface stands too."""
+    if width(name) <= columns:
+        return name
+    tail = _fitting(name[::-1], (columns - 1) // 2)[::-1]
+    return f"{_fitting(name, columns - 1 - width(tail))}…{tail}"
 
 
 def _fitting(text: str, columns: int) -> str:
-    """As much of the text as so many columns hold, and one character at least where one fits at all."""
+    """As much of the text as so many columns hold."""
     used, kept = 0, 0
     for character in text:
         used += _cells(character)
         if used > columns:
             break
         kept += 1
-    return text[: max(kept, 1 if columns > 0 else 0)]
+    return text[:kept]
 
 
 def width(text: str) -> int:

@@ -142,6 +142,12 @@ def test_episodes_come_in_the_order_of_their_cost_and_latent_ones_last() -> None
     assert places == sorted(places)
 
 
+def test_a_live_line_says_behind_a_long_name_what_it_has_to_say() -> None:
+    line = report.live("nightly-" * 30 + "7", {"steps": 5, "step_s": 0.1}, [])
+    assert line.endswith("…y-nightly-nightly-7  5 steps  100 ms  nothing found so far")
+    assert report.width(line) == report.WIDTH - 1
+
+
 def test_a_name_cannot_reach_the_terminal_as_a_control_sequence() -> None:
     text = report.plain(report.verdict({"cause": "straggler", "locus": ["host:n1\x1b[2J\r\nroot"], "job": "a\u202eb"}))
     assert not {"\x1b", "\r", "\u202e"} & set(text)
