@@ -16,6 +16,7 @@ Standard library only, Python 3.8 and later.
 
 import operator
 import os
+import threading
 from types import TracebackType
 from typing import Any, Optional, Set, Type
 
@@ -33,8 +34,14 @@ def live() -> Reporter:
     """The reporter of this process, made when it is first asked for."""
     global _reporter
     if _reporter is None:
-        _reporter = Reporter(os.environ)
+        _reporter = Reporter(os.environ, _look_on)
     return _reporter
+
+
+def _look_on(reporter: Reporter) -> None:
+    from diagnosd.probe.watch import Watch  # and with it ctypes: not in each process that only imports torch
+
+    Watch(reporter, main=threading.get_native_id()).start()
 
 
 def samples(count: int) -> None:

@@ -47,9 +47,12 @@ Told = Callable[[Mapping[str, float], int], bytes]  # a step's message, from its
 
 
 class Reporter:
-    """Of this process. Registers with the agent when training shows, never before."""
+    """Of this process. Registers with the agent when training shows, never before.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    `look_on` starts what watches it from then on; the thread that trains calls it.
+    """
+
+    def __init__(self, environ: Mapping[str, str], look_on: "Callable[[Reporter], None]") -> None:
         self.on = not identity.is_off(environ)
         self.registered = False
         self.thread = threading.main_thread().ident if self.on else 0  # the one whose time is accounted; 0 for none
@@ -76,6 +79,7 @@ class Reporter:
         self._note_ns = 0
         self._durations: List[int] = []
         self._environ = environ
+        self._look_on = look_on
         self._job = ""
         self._pid = 0
         self.training = 0  # the same, once a call that only training makes has been seen
@@ -113,9 +117,7 @@ class Reporter:
         if "multiprocessing.util" in sys.modules:  # its children end without atexit
             sys.modules["multiprocessing.util"].Finalize(None, self._finish, exitpriority=10)
         self.sender.flush()
-        from diagnosd.probe.watch import Watch
-
-        Watch(self, main=threading.get_native_id()).start()
+        self._look_on(self)
 
     def identify(self) -> None:
         """Find out who this process is: late, because launchers and scripts set the environment up as they go."""
@@ -323,11 +325,11 @@ def _note_ns() -> int:
 
 
 def _environment(environ: Mapping[str, str]) -> str:
-    """What steers communication, as JSON. Not what looks like a path: those are nobody's business by default."""
+    """What steers communication, as JSON. Not what may be a path: those are nobody's business by default."""
     told = {
         key: value[:200]
         for key, value in sorted(environ.items())
-        if key.startswith(_ENVIRONMENT) and not value.startswith(("/", "~"))
+        if key.startswith(_ENVIRONMENT) and "/" not in value and not value.startswith("~")
     }
     while len(json.dumps(told)) > 4000:
         told.popitem()

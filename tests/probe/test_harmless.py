@@ -75,7 +75,7 @@ def test_a_fact_that_a_build_of_pytorch_cannot_tell_takes_no_other_with_it(missi
         cuda=SimpleNamespace(**{name: value for name, value in cuda.items() if name != missing}),
         distributed=SimpleNamespace(is_available=lambda: False),
     )
-    reporter = Reporter({"DIAGNOSD_JOB": "a-job"})
+    reporter = Reporter({"DIAGNOSD_JOB": "a-job"}, lambda _: None)
     facts.watch(torch, reporter)
     reporter.identify()
     told = {"version": "cuda=12.4", "nccl": "nccl=2.20", "get_device_properties": "GPU-1-2", "torch": "torch=2.9"}

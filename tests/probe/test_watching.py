@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from diagnosd.probe.watch import HANG_SECONDS, HANG_STEPS, Watch
 
 @pytest.fixture
 def reporter(agent: Agent) -> Iterator[Reporter]:
-    reporter = Reporter({"DIAGNOSD_SOCKET": str(agent.path), "DIAGNOSD_JOB": "a-job"})
+    reporter = Reporter({"DIAGNOSD_SOCKET": str(agent.path), "DIAGNOSD_JOB": "a-job"}, lambda _: None)
     reporter.identify()
     with contextlib.closing(reporter.sender):
         yield reporter
@@ -199,6 +200,13 @@ def test_where_a_device_runs_the_model_no_collective_of_the_host_is_told_as_the_
         reporter.sender.flush()
     assert agent.hears(lambda agent: len(agent.steps()) == 2)
     assert [step.get("sync_bytes") for step in agent.steps()] == [8, None]
+
+
+@pytest.mark.parametrize("path", ["/secret/run", "~/secret/run", "logs/secret/%h", "file:///secret/run"])
+def test_of_the_environment_no_path_is_told(path: str) -> None:
+    reporter = Reporter({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": path}, lambda _: None)
+    reporter.identify()
+    assert json.loads(str(reporter.facts["env"])) == {"NCCL_DEBUG": "INFO"}
 
 
 def test_a_core_that_is_lost_while_the_probe_is_at_work_is_not_the_probes_cost(reporter: Reporter) -> None:
