@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from diagnosd.analysis.baseline import WINDOW
+from diagnosd.analysis.compare import Past, together
 
 SLOW = 1.5  # times the usual checkpoint (diagnosis.md 3)
 FELT = 0.25  # of a training step more than usual: a checkpoint that hardly shows is nobody's trouble
@@ -14,39 +17,55 @@ LEAST = 2  # healthy checkpoints to compare with
 LARGE_STEPS, LARGE_S = 10, 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A cycle with a checkpoint. Jobs save every few thousand steps: until the next one its row is no longer kept."""
+
+    number: int
+    step: int  # the framework's number of its first step
+    start: int  # ns
+    end: int
+    cost: float  # s that saving took
+    took: Past  # the cycle itself
+    since: int = 0  # ns: of a slow one, the end of the slow one before, else its own start
+
+    @property
+    def seconds(self) -> float:
+        return float(self.took.parts.sum())
+
+
 class Checkpoints:
-    """Cycles with a checkpoint and what it cost there (s), in order; judged one after the other."""
+    """The cycles with a checkpoint, judged one after the other."""
 
     def __init__(self) -> None:
-        self.slow: list[int] = []  # cycles
-        self._saves: list[tuple[int, float]] = []
-        self._judged = -1
-        self._last_good = -1
+        self.run: list[Save] = []  # the newest slow ones since the last good one
+        self.first: Save | None = None  # of them
+        self.slow: Save | None = None  # the newest slow one of all
+        self.past: Past | None = None  # what they are held against: the usual ones until the first of them
+        self._usual: list[Save] = []
+        self._fresh: list[Save] = []
 
-    def add(self, number: int, cost: float) -> None:
-        self._saves.append((number, cost))
-        del self._saves[:-WINDOW]
-
-    @property
-    def run(self) -> list[int]:
-        """The slow ones since the last good one."""
-        return [number for number in self.slow if number > self._last_good]
-
-    @property
-    def usual(self) -> list[int]:
-        return [number for number, _ in self._saves if number not in self.slow]
+    def add(self, save: Save) -> None:
+        self._fresh.append(save)
+        del self._fresh[:-WINDOW]
 
     def judge(self, step: float) -> bool:
         """Judge what is new, beside a usual training step (s); whether there was any."""
-        fresh = [(number, cost) for number, cost in self._saves if number > self._judged]
-        for number, cost in fresh:
-            before = [c for n, c in self._saves if n < number and n not in self.slow]
-            if len(before) >= LEAST and _is_slow(cost, np.array(before), step):
-                self.slow.append(number)
+        fresh, self._fresh = self._fresh, []
+        for save in fresh:
+            costs = np.array([usual.cost for usual in self._usual])
+            if len(costs) >= LEAST and _is_slow(save.cost, costs, step):
+                self._go_on(save)
             else:
-                self._last_good = number
-            self._judged = number
+                self.run, self._usual = [], [*self._usual, save][-WINDOW:]
         return bool(fresh)
+
+    def _go_on(self, save: Save) -> None:
+        if not self.run:
+            self.first = save
+            self.past = together([usual.took for usual in self._usual], save.took.window[1])
+        self.slow = replace(save, since=self.run[-1].end if self.run else save.start)
+        self.run = [*self.run, self.slow][-WINDOW:]
 
 
 def _is_slow(cost: float, before: np.ndarray[tuple[int, ...], np.dtype[np.float64]], step: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
@@ -256,7 +256,22 @@ def past(history: History, healthy: Ints, onset: int) -> Past:
     """Of these rows, and of the counters until the onset."""
     until = history.start_of(onset)
     window = max(history.start_of(int(healthy[0])), until - PAST_S), until
-    return Past(healthy, history.ranks, *_typical(history, healthy), work_of(history, healthy), window)
+    usual = _typical(history.floats("parts", healthy), history.floats("own", healthy))
+    return Past(healthy, history.ranks, *usual, work_of(history, healthy), window)
+
+
+def together(pasts: Sequence[Past], until: float) -> Past:
+    """Of all of these, and of the counters until then (s)."""
+    ranks = pasts[-1].ranks
+    own, works = zip(*(each.of(ranks) for each in pasts), strict=True)
+    known = [work for work in works if work is not None]
+    return Past(
+        np.concatenate([each.rows for each in pasts]),
+        ranks,
+        *_typical(np.array([each.parts for each in pasts]), np.array(own)),
+        np.median(known, axis=0) if len(known) == len(pasts) else None,
+        (max(pasts[0].window[0], until - PAST_S), until),
+    )
 
 
 def compare(
@@ -301,11 +316,11 @@ def compare(
     )
 
 
-def _typical(history: History, numbers: Ints) -> tuple[Floats, Floats]:
+def _typical(parts: Floats, own: Floats) -> tuple[Floats, Floats]:
     """Mean parts and own work of healthy cycles, without the tenth that took longest: pauses are not the usual."""
-    duration = history.floats("duration", numbers)
-    kept = numbers[duration <= np.quantile(duration, 0.9)] if len(numbers) >= 10 else numbers
-    return history.floats("parts", kept).mean(axis=0), history.floats("own", kept).mean(axis=0)
+    duration = parts.sum(axis=1)
+    kept = duration <= (np.quantile(duration, 0.9) if len(parts) >= 10 else np.inf)
+    return parts[kept].mean(axis=0), own[kept].mean(axis=0)
 
 
 def work_of(history: History, numbers: Ints) -> Floats | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from diagnosd.analysis.baseline import Baseline, Floats, Ints, Reference
+from diagnosd.analysis.checkpoints import Save
 from diagnosd.analysis.classify import Verdict
 from diagnosd.analysis.compare import RECENT, Comparison
 from diagnosd.analysis.decompose import OWN
@@ -13,13 +16,8 @@ from diagnosd.analysis.history import History
 
 
 def price(episode: Episode, baseline: Baseline, numbers: Ints, reference: Reference | float) -> None:
-    """Add its newest cycles: its share of the excess over the reference (a float: seconds a step).
-
-    A suspicion may still change its onset, so it is priced anew each time.
-    """
-    if episode.state == "suspected":
-        episode.lost = episode.observed = episode.expected = 0.0
-        episode.counted = episode.row
+    """Add its newest cycles: its share of the excess over the reference (a float: seconds a step)."""
+    _begin(episode)
     fresh = numbers[numbers >= episode.counted]
     observed, steps = baseline.seconds(fresh), baseline.steps(fresh)
     if isinstance(reference, Reference):
@@ -32,6 +30,29 @@ def price(episode: Episode, baseline: Baseline, numbers: Ints, reference: Refere
     episode.observed += float(observed.sum())
     episode.expected += float(expected.sum())
     episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
+
+
+def price_saves(episode: Episode, saves: Iterable[Save], usual: float) -> None:
+    """Add the slow checkpoints that are not in its sums yet, and the steps between them.
+
+    `usual`: seconds of a cycle with a checkpoint. Repairing it saves what they take longer.
+    """
+    _begin(episode)
+    fresh = [save for save in saves if save.number >= episode.counted]
+    observed = sum(save.end - save.since for save in fresh) / 1e9
+    lost = sum(save.seconds - usual for save in fresh)
+    episode.lost += lost * episode.ranks
+    episode.observed += observed
+    episode.expected += observed - lost
+    episode.counted = fresh[-1].number + 1 if fresh else episode.counted
+    episode.gain = max(1 - episode.expected / max(episode.observed, 1e-9), 0.0)
+
+
+def _begin(episode: Episode) -> None:
+    """A suspicion may still change its onset, so it is priced anew each time."""
+    if episode.state == "suspected":
+        episode.lost = episode.observed = episode.expected = 0.0
+        episode.counted = episode.row
 
 
 def gain(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> float:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from diagnosd.analysis import bounds, hang
 from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
-from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints
+from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints, Save
 from diagnosd.analysis.classify import Verdict, by_design, classify, present
 from diagnosd.analysis.compare import RECENT, Comparison, Past, compare, past
-from diagnosd.analysis.cost import gain, price
+from diagnosd.analysis.cost import gain, price, price_saves
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
@@ -77,7 +77,7 @@ class Watch:
             self._against_past(now)
             self._against_bounds(now)
             self._against_peers(now)
-            self._against_checkpoints(self.history, now)
+            self._against_checkpoints(now)
         self._against_standstill(now)
         return self.finish(now) if self.job.ended(now) else self.episodes.changes(now)
 
@@ -149,10 +149,11 @@ class Watch:
         history = self.history
         assert history is not None
         one = np.array([number])
-        saved = history.floats("own", one)[0, :, OWN.index("checkpoint")].max()
-        if saved > 0:
-            parts = history.floats("parts", one)[0]
-            self.checkpoints.add(number, float(parts[PART["checkpoint"]] + parts[PART["other"]]))
+        if history.floats("own", one)[0, :, OWN.index("checkpoint")].max() > 0:
+            took = past(history, one, number)
+            cost = float(took.parts[PART["checkpoint"]] + took.parts[PART["other"]])
+            start, end = self._instant(number), self._ended(number)
+            self.checkpoints.add(Save(number, self._step(number), start, end, cost, took))
 
     # -- the job's own past ------------------------------------------------------------------------------------------
 
@@ -355,30 +356,26 @@ class Watch:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _against_checkpoints(self, history: History, now: int) -> None:
+    def _against_checkpoints(self, now: int) -> None:
         saves, reference = self.checkpoints, self.baseline.reference()
         if reference is None or not saves.judge(reference.step):
             return
-        run, usual = ([n for n in numbers if n >= history.first] for numbers in (saves.run, saves.usual))
-        if not run:
-            if saves.slow:
-                self.episodes.gone("checkpoint", self._ended(saves.slow[-1]))
+        if not saves.run:
+            if saves.slow is not None:
+                self.episodes.gone("checkpoint", saves.slow.end)
             return
-        if not usual:
-            return
-        comparison = self._compare("past", past(history, np.array(usual), run[0]), np.array(run))
-        if comparison is None:
+        numbers, first, before = np.array([save.number for save in saves.run]), saves.first, saves.past
+        comparison = self._compare("past", before, self._kept(numbers))
+        if comparison is None or first is None or before is None:
             return
         verdicts = [verdict for verdict in classify(comparison) if verdict.cause == "checkpoint_stall"]
-        found = [Found(verdict, self._instant(run[0]), run[0], self._step(run[0])) for verdict in verdicts]
-        lost = comparison.lost * len(run)
+        found = [Found(verdict, first.start, first.number, first.step) for verdict in verdicts]
         for episode in self.episodes.observe("checkpoint", found, self.attempt):
-            episode.observed = float(history.seconds(history.numbers(run[0])).sum())
-            episode.expected = max(episode.observed - lost, 1e-9)
-            episode.lost, episode.ranks = lost * self.job.world, self.job.world
-            episode.step, episode.gain = reference.step, lost / max(episode.observed, 1e-9)
-            if len(run) > 1 or lost >= max(LARGE_STEPS * reference.step, LARGE_S):
-                self.episodes.confirm(episode, now, len(run), at_once=True)
+            episode.step, episode.ranks = reference.step, self.job.world
+            price_saves(episode, saves.run, float(before.parts.sum()))
+            lost = episode.observed - episode.expected
+            if len(saves.run) > 1 or lost >= max(LARGE_STEPS * reference.step, LARGE_S):
+                self.episodes.confirm(episode, now, len(saves.run), at_once=True)
 
     # -- what all references share -----------------------------------------------------------------------------------
 

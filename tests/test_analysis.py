@@ -404,6 +404,21 @@ def test_one_checkpoint_that_is_a_little_slow_is_a_hiccup() -> None:
     assert judge(points)[0] == []
 
 
+@pytest.mark.parametrize(("every", "slow_from", "until"), [(35, 20, 560), (1100, 250, 580)], ids=["often", "seldom"])
+def test_what_slow_checkpoints_cost_is_summed_however_long_it_lasts_and_however_far_they_are_apart(
+    every: int, slow_from: float, until: float
+) -> None:
+    layout = Layout(seconds=until, checkpoint_every=every, checkpoint=0.3, **STEPS_100_MS)
+    points, _ = job(layout, Fault("checkpoint", slow_from, 9999, 0, 2.0), seed=3)
+    saves = [float(p.fields["checkpoint"]) for p in points if "checkpoint" in p.fields]
+    slow = [save for save in saves if save > 2]
+    assert len(saves) - len(slow) >= 2
+    document = one(judge(points)[0])
+    assert document["cause"] == "checkpoint_stall"
+    assert seconds(document, "start") == pytest.approx(slow_from, abs=1.3 * every * 0.1)
+    assert document["lost_gpu_seconds"] == pytest.approx(2 * 2.0 * len(slow), rel=0.05)
+
+
 def stuck(of_rank_1: dict[str, Any] | None = None, **process: Any) -> Documents:
     """No step ends after 20 s, and so much is known of what the ranks do then; None: it is not."""
     points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
