@@ -12,7 +12,6 @@ runs for weeks is as large as that of one that ran an hour. A measurement that n
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +42,6 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 EVENTS = 4096  # the newest; a flapping link sends a few hundred an hour
-GROUP_MEMBERS = 1 << 17  # the largest training jobs known run on 10^5 ranks; a longer range is no group
 ENDED_S = 60  # a job has ended when none of its ranks has run for so long (telemetry.md 2)
 FORGET_S = 3600  # what has sent nothing for an hour is forgotten: old jobs, devices that were renamed
 SETTLE = 20_000  # points that may wait for their columns: about 10 MB
@@ -59,50 +57,33 @@ class Event:
     subject: str
     job: str | None
     text: str | None
-    code: int | None
     value: float | None
 
 
 @dataclass(slots=True)
 class RankInfo:
-    """What is known of a rank in its newest attempt. `first` and `last` (ns) bound the points that say it ran."""
+    """What is known of a rank in its newest attempt; `last` (ns) of the points that say it ran."""
 
     rank: int
     host: str
-    first: int
     last: int
     attempt: int = 0
     world: int | None = None
-    local_rank: int | None = None
     gpu: str | None = None  # uuid
     state: str = "running"  # running, exited, lost
-    exit_code: int | None = None
-    container: bool | None = None
     loader: str | None = None  # torch, dali, api, none
-    coords: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()  # local addresses of its TCP connections
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A process group as observed: `name` is NAME:ID of telemetry.md 2."""
-
-    name: str
-    members: tuple[int, ...]
-    backend: str | None
-
-
 class Job:
-    """One job: its spec, its ranks, its groups, and the steps of its newest attempt."""
+    """One job: its spec, its ranks, and the steps of its newest attempt."""
 
     def __init__(self, name: str, origin: int) -> None:
         self.name = name
         self.spec = JobSpec()
         self.state: str | None = None  # what diagnosd_job says: running, ended
         self.ranks: dict[int, RankInfo] = {}
-        self.groups: dict[str, Group] = {}
         self.first = self.last = 0  # ns, of all points of the job
         self.stepped = 0  # ns, when the newest step ended
         self.longest = 0.0  # s, of the steps of single ranks since somebody set it back
@@ -146,7 +127,6 @@ class Job:
         """A new incarnation: ranks, layout and step numbers begin anew."""
         self._grid = Grid(attempt, self._origin)
         self.ranks.clear()
-        self.groups.clear()
         self.state = None
 
 
@@ -206,16 +186,9 @@ class Trace:
     def inventory(self, host: str) -> NodeInventory | None:
         return self._inventories.get(host)
 
-    def events_of(self, *kinds: str, since: int = 0, host: str | None = None, job: str | None = None) -> list[Event]:
-        """Events of these kinds (all where none is given) from `since` (ns) on, oldest first."""
-        return [
-            e
-            for e in self.events
-            if e.time >= since
-            and (not kinds or e.kind in kinds)
-            and (host is None or e.host == host)
-            and (job is None or e.job == job)
-        ]
+    def events_of(self, *kinds: str) -> list[Event]:
+        """Events of these kinds, oldest first."""
+        return [event for event in self.events if event.kind in kinds]
 
     def seconds(self, times: Ints) -> Floats:
         """Nanoseconds as seconds since the origin."""
@@ -239,7 +212,6 @@ class Trace:
             return self._rank_route(series)
         route = {
             "diagnosd_job": self._on_job,
-            "diagnosd_group": self._on_group,
             "diagnosd_node": self._on_node,
             "diagnosd_cluster": self._on_cluster,
             "diagnosd_event": self._on_event,
@@ -266,7 +238,7 @@ class Trace:
         return job
 
     def _rank(self, job: Job, rank: int, host: str, point: Point, began: int = 0) -> RankInfo | None:
-        """The rank as of its newest attempt, and `began` as its first sign; None for one of an attempt that is over."""
+        """The rank as of its newest attempt, None for one of an attempt that is over. `began`: since when, ns."""
         attempt = point.fields.get("attempt")
         if isinstance(attempt, int) and attempt != job.attempt:
             if attempt < job.attempt and not _is_second_run(job, point, began):
@@ -274,7 +246,7 @@ class Trace:
             job._rise(attempt)  # noqa: SLF001  # a job and its trace are one
         info = job.ranks.get(rank)
         if info is None or info.host != host:
-            info = job.ranks[rank] = RankInfo(rank, host, first=began or point.time, last=point.time)
+            info = job.ranks[rank] = RankInfo(rank, host, last=point.time)
         info.attempt = job.attempt
         return info
 
@@ -341,19 +313,8 @@ class Trace:
         """Recordings without diagnosd_rank name their ranks in the job's document."""
         for entry in job.spec.ranks or ():
             if entry.host is not None:
-                info = job.ranks.setdefault(entry.rank, RankInfo(entry.rank, entry.host, time, time, job.attempt))
+                info = job.ranks.setdefault(entry.rank, RankInfo(entry.rank, entry.host, time, job.attempt))
                 info.gpu = info.gpu or entry.gpu
-
-    def _on_group(self, point: Point) -> None:
-        name, group, fields = point.series.tag("job"), point.series.tag("group"), point.fields
-        members, backend = fields.get("members"), fields.get("backend")
-        if name is None or group is None or not isinstance(members, str):
-            return
-        ranks = ranges(members)
-        if ranks:
-            self._job(name, point.time).groups[group] = Group(
-                group, ranks, backend if isinstance(backend, str) else None
-            )
 
     def _on_node(self, point: Point) -> None:
         host = point.series.tag("host")
@@ -368,7 +329,7 @@ class Trace:
 
     def _on_event(self, point: Point) -> None:
         tag, fields = point.series.tag, point.fields
-        text, code, value = fields.get("text"), fields.get("code"), fields.get("value")
+        text, value = fields.get("text"), fields.get("value")
         self.events.append(
             Event(
                 time=point.time,
@@ -377,7 +338,6 @@ class Trace:
                 subject=tag("subject") or "",
                 job=tag("job"),
                 text=text if isinstance(text, str) else None,
-                code=code if isinstance(code, int) else None,
                 value=float(value) if isinstance(value, (int, float)) else None,
             )
         )
@@ -426,19 +386,6 @@ class Trace:
                 self._routes[kept.series.key] = kept.append
 
 
-def ranges(text: str) -> tuple[int, ...]:
-    """`0-3,8` as (0, 1, 2, 3, 8); empty where it is not such a list, or one of more than GROUP_MEMBERS."""
-    members: list[int] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= GROUP_MEMBERS:
-            return ()
-        members.extend(range(int(low), int(high or low) + 1))
-        if len(members) > GROUP_MEMBERS:
-            return ()
-    return tuple(members)
-
-
 def _ignore(point: Point) -> None:
     """Nobody wants this measurement."""
 
@@ -457,32 +404,20 @@ def _is_second_run(job: Job, point: Point, began: int) -> bool:
 
 
 def _describe(info: RankInfo, fields: Mapping[str, Value]) -> None:
-    for name in ("world", "local_rank", "exit_code", "gpu", "state", "container", "loader"):
+    for name in ("world", "gpu", "state", "loader"):
         if name in fields:
             setattr(info, name, fields[name])
-    coords, versions, env = fields.get("coords"), fields.get("versions"), fields.get("env")
-    if isinstance(coords, str):
-        info.coords = {key: int(value) for key, value in _pairs(coords) if value.isdecimal()}
+    versions = fields.get("versions")
     if isinstance(versions, str):
         info.versions = dict(_pairs(versions))
-    if isinstance(env, str):
-        info.env = _environment(env)
     addresses = fields.get("addresses")
     if isinstance(addresses, str):
         info.addresses = tuple(addresses.split(","))
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """`tp=0,dp=1` as pairs."""
+    """`torch=2.13,nccl=2.30.7` as pairs."""
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if equals:
             yield key, value
-
-
-def _environment(text: str) -> dict[str, str]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return {key: str(value) for key, value in parsed.items()} if isinstance(parsed, dict) else {}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosd.analysis import samples, steps
-from diagnosd.analysis.trace import Trace, ranges
+from diagnosd.analysis.trace import Trace
 from diagnosd.documents import ClusterSpec, Fabric
 from diagnosd.point import Point, Series, Value
 
@@ -200,17 +200,11 @@ def test_parts_of_a_job_are_united() -> None:
 
 
 def test_what_a_rank_says_of_itself_is_known() -> None:
-    said: dict[str, Value] = {
-        "world": 8,
-        "loader": "torch",
-        "coords": "tp=1,dp=0",
-        "env": '{"NCCL_DEBUG": "INFO"}',
-        "gpu": "G",
-    }
+    said: dict[str, Value] = {"world": 8, "loader": "torch", "versions": "torch=2.13,nccl=2.30.7", "gpu": "G"}
     trace = traced([point("diagnosd_rank", 0, said, job="j", host="n1", rank="3")])
     info = trace.jobs["j"].ranks[3]
-    assert (info.world, info.loader, info.gpu, info.coords) == (8, "torch", "G", {"tp": 1, "dp": 0})
-    assert info.env == {"NCCL_DEBUG": "INFO"}
+    assert (info.world, info.loader, info.gpu) == (8, "torch", "G")
+    assert info.versions == {"torch": "2.13", "nccl": "2.30.7"}
     assert trace.jobs["j"].world == 8
 
 
@@ -236,14 +230,6 @@ def test_a_declared_cluster_is_not_overridden_by_a_recorded_one() -> None:
     assert (traced([recorded]).cluster or ClusterSpec()).fabric == Fabric(rate_gbps=400)
     declared = ClusterSpec(fabric=Fabric(rate_gbps=100))
     assert traced([recorded], cluster=declared).cluster == declared
-
-
-@pytest.mark.parametrize(
-    ("text", "members"),
-    [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), ("", ()), ("a-b", ()), ("0-999999999", ()), ("3-1", ())],
-)
-def test_ranges_of_ranks(text: str, members: tuple[int, ...]) -> None:
-    assert ranges(text) == members
 
 
 def test_a_trace_of_days_is_as_large_as_one_of_an_hour() -> None:
