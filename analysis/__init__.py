@@ -58,10 +58,9 @@ class Analysis:
     def summary(self) -> dict[str, Any]:
         for name, watch in self.watches.items():
             self.ledger.claim(name, watch.claims())
-        return {
-            "type": "summary",
-            "jobs": {job: self._of_job(job) for job in self.ledger.jobs},
-        }
+        jobs = {job: self._of_job(job) for job in self.ledger.jobs}
+        earlier = {"earlier": self.ledger.earlier} if self.ledger.earlier else {}
+        return {"type": "summary", "jobs": jobs, **earlier}
 
     def _of_job(self, name: str) -> dict[str, Any]:
         watch = self.watches.get(name)
@@ -94,10 +93,14 @@ class Analysis:
                 documents += self._watch(job).tick(self.trace.now)
                 self._looked[name], job.longest = (self.trace.now, job.taken), 0.0
         for name in self.watches.keys() - self.trace.jobs.keys():
-            self.ledger.claim(name, self.watches[name].claims())
-            self.ledger.settle(name)
-            del self.watches[name], self._looked[name]
+            self._forget(name)
         return documents
+
+    def _forget(self, name: str) -> None:
+        """The trace has forgotten this job: what was found has cost what it has."""
+        self.ledger.claim(name, self.watches.pop(name).claims())
+        self.ledger.settle(name)
+        self._looked.pop(name, None)
 
     def _is_due(self, job: Job) -> bool:
         watch = self._watch(job)
@@ -116,6 +119,9 @@ class Analysis:
 
     def _watch(self, job: Job) -> Watch:
         watch = self.watches.get(job.name)
-        if watch is None or watch.job is not job:
+        if watch is not None and watch.job is not job:
+            self._forget(job.name)
+            watch = None
+        if watch is None:
             watch = self.watches[job.name] = Watch(self.cluster_name, self.trace, job)
         return watch

@@ -14,7 +14,7 @@ and so does `rolled_back`, for which the steps since the last checkpoint would h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diagnosd.analysis.steps import LONGEST_S, SOURCES
 
@@ -50,6 +50,7 @@ DRAWS: Mapping[str, tuple[str, ...]] = {
 }
 
 SERIES = 1 << 17  # whose accounts are remembered; containers come and go, and their names with them
+ACCOUNTS = 1024  # jobs; twice those that are watched at once, so that what a diagnosis claims finds its account
 _PHASES = (("checkpoint", "checkpoint"), ("eval", "eval"), ("comm", _COMM))
 _WHOLE_STEP: Mapping[object, str] = {
     "eval": "eval",
@@ -145,6 +146,17 @@ class _Account:
     def gpu_ns(self) -> int:
         return sum(rank.seen - rank.since for rank in self.ranks.values())
 
+    @property
+    def steps(self) -> int:
+        """Of the rank that made most."""
+        return max((rank.steps for rank in self.ranks.values()), default=0)
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Rises with the likelihood that more comes: whether a rank may still run, and when one was last seen."""
+        runs = any(not rank.exited for rank in self.ranks.values())
+        return runs, max((rank.seen for rank in self.ranks.values()), default=0)
+
     def classes(self) -> dict[str, int]:
         classes = dict(self.booked)
         for rank in self.ranks.values():
@@ -156,9 +168,14 @@ class _Account:
 
 
 class Ledger:
-    """Takes points in the order of event time, and what the diagnoses cost; gives each job's sums."""
+    """Takes points in the order of event time, and what the diagnoses cost; gives each job's sums.
+
+    Where there are too many jobs, those that are over the longest have only a sum of them all, `earlier`: as a part of
+    the summary, with how many `jobs` they were; empty where it is none.
+    """
 
     def __init__(self) -> None:
+        self.earlier: dict[str, Any] = {}
         self._accounts: dict[str, _Account] = {}
         self._routes: dict[Series, tuple[_Rank, int | None] | None] = {}
 
@@ -195,7 +212,7 @@ class Ledger:
 
     def steps(self, job: str) -> int:
         """Steps of the rank that made most."""
-        return max((rank.steps for rank in self._accounts[job].ranks.values()), default=0)
+        return self._accounts[job].steps
 
     def gpu_ns(self, job: str) -> int:
         return self._accounts[job].gpu_ns
@@ -210,7 +227,7 @@ class Ledger:
         job, name, source = series.tag("job"), series.tag("rank"), series.tag("source")
         route = None
         if series.measurement in ("diagnosd_step", "diagnosd_rank", "diagnosd_process") and job and name:
-            account = self._accounts.setdefault(job, _Account())
+            account = self._accounts.get(job) or self._begin(job)
             rank = account.ranks.get(name)
             if rank is None:
                 rank = account.ranks[name] = _Rank(_start(point), account.booked)
@@ -220,6 +237,24 @@ class Ledger:
             self._routes.clear()
         self._routes[series] = route
         return route
+
+    def _begin(self, job: str) -> _Account:
+        """Makes room by the half, for all routes are looked up anew then."""
+        if len(self._accounts) >= ACCOUNTS:
+            for name in sorted(self._accounts, key=lambda name: self._accounts[name].age)[: ACCOUNTS // 2]:
+                self._sum_up(self._accounts.pop(name))
+            self._routes.clear()
+        account = self._accounts[job] = _Account()
+        return account
+
+    def _sum_up(self, account: _Account) -> None:
+        before = self.earlier or {"jobs": 0, "steps": 0, "gpu_ns": 0, "ledger_ns": dict.fromkeys(CLASSES, 0)}
+        self.earlier = {
+            "jobs": before["jobs"] + 1,
+            "steps": before["steps"] + account.steps,
+            "gpu_ns": before["gpu_ns"] + account.gpu_ns,
+            "ledger_ns": {name: before["ledger_ns"][name] + ns for name, ns in account.classes().items()},
+        }
 
 
 _CLAIMABLE = {*CAUSES, "unknown"}  # communication_bound is by design: it claims nothing

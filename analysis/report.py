@@ -7,7 +7,8 @@ Lines of at most 80 columns, good without colour: a line is a tuple of spans, an
 Of a job's part of the summary, besides `steps`, `gpu_ns` and `ledger_ns`, these keys are told where they are present:
 `ranks` (how many), `world` (how many there should be), `hosts` (names), `start`, `end` (RFC 3339), `step_s` and
 `step_p95_s` (median and 95th percentile), `sources`, `missing` (names of measurements), `observed` (share of the job's
-GPU time of which its ranks told) and `gaps` (what is known of the rest: `subject`, `start`, `text`, `count`).
+GPU time of which its ranks told) and `gaps` (what is known of the rest: `subject`, `start`, `text`, `count`). Beside
+the jobs, `earlier` is the sum of those whose parts are no longer kept.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
         lines += [*verdict(document), ()]
     for name, job in jobs.items():
         lines += [*account(name, _mapping(job)), *(_unseen(_mapping(job)) if name in troubled else ()), ()]
+    lines += [*_earlier(_mapping(summary.get("earlier"))), ()] if "earlier" in summary else []
     if not jobs:
         lines += [*_nothing_seen(), ()]
     return lines[:-1]
@@ -214,6 +216,14 @@ def account(name: str, job: Document) -> list[Line]:
     in_all = f"{sum(amounts) / 10**places:>13,.{places}f}  {sum(shares) / 10:6.1f} %"
     odd = "" if sum(parts) == total else f"  but {total:.0f} ns were to be accounted for"
     return lines + _cut([Span(in_all, "label"), Span(odd, "against")])
+
+
+def _earlier(part: Document) -> list[Line]:
+    """The jobs of which only a sum is left."""
+    jobs, total, ledger = _number(part, "jobs") or 0, _number(part, "gpu_ns") or 0, _mapping(part.get("ledger_ns"))
+    lost = sum(ns for code, ns in ledger.items() if code in _LOSSES and isinstance(ns, int))
+    took = f"{gpu_time(total / 1e9)}, of which {gpu_time(lost / 1e9)} lost"
+    return _field("earlier", f"{jobs:,.0f} jobs before these, of which only the sum is kept: {took}")
 
 
 def _account_of(name: str, what: str) -> list[Line]:

@@ -42,6 +42,7 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 EVENTS = 4096  # the newest; a flapping link sends a few hundred an hour
+JOBS = 512  # watched at once: twice as many as one node lets in. Many more are no training jobs
 ENDED_S = 60  # a job has ended when none of its ranks has run for so long (telemetry.md 2)
 FORGET_S = 3600  # what has sent nothing for an hour is forgotten: old jobs, devices that were renamed
 SETTLE = 20_000  # points that may wait for their columns: about 10 MB
@@ -115,6 +116,11 @@ class Job:
         """The newest attempt's steps (at most 2,000), good until the trace takes more points."""
         return self._grid.steps()
 
+    @property
+    def runs(self) -> bool:
+        """Whether one of its ranks may."""
+        return any(info.state == "running" for info in self.ranks.values())
+
     def ended(self, now: int) -> bool:
         """Whether it said so, or none of its ranks has run for a minute. A killed job has ended; it does not hang."""
         if self.state == "ended":
@@ -142,6 +148,7 @@ class Trace:
         self.events: deque[Event] = deque(maxlen=EVENTS)
         self.seen: dict[str, set[str]] = {}  # measurement -> hosts that ever sent it, wanted or not
         self.unreadable = 0  # documents that did not parse
+        self.crowded = 0  # jobs that were forgotten because there were more than JOBS
         self._wanted = wanted
         self._inventories: dict[str, NodeInventory] = {}
         self._series: dict[tuple[str, str], dict[str, Samples]] = {}  # (measurement, host) -> series key -> its samples
@@ -232,6 +239,8 @@ class Trace:
     def _job(self, name: str, time: int, *, runs: bool = True) -> Job:
         job = self.jobs.get(name)
         if job is None:
+            if len(self.jobs) >= JOBS:
+                self._make_room()
             job = self.jobs[name] = Job(name, self.origin)
             job.first = job.last = time
         job.last = time if runs else job.last
@@ -373,11 +382,22 @@ class Trace:
 
     def _forget(self, before: int) -> None:
         """Drop jobs and series that have been silent since `before`, ns; one that speaks again begins anew."""
-        for name in [name for name, job in self.jobs.items() if job.last < before]:
+        self._drop({name for name, job in self.jobs.items() if job.last < before}, before)
+
+    def _make_room(self) -> None:
+        """Drop half of the jobs, for all series are gone through: first those that have exited, by their age."""
+        by_age = sorted(self.jobs.values(), key=lambda job: (job.runs, job.last))
+        names = {job.name for job in by_age[: JOBS // 2]}
+        self.crowded += len(names)
+        self._drop(names, 0)
+
+    def _drop(self, jobs: set[str], before: int) -> None:
+        """Forget these jobs with their series, and what has been silent since `before`, ns."""
+        for name in jobs:
             del self.jobs[name]
             self._documents.pop(("diagnosd_job", name), None)
         for group in self._series.values():
-            for key in [key for key, kept in group.items() if kept.last < before]:
+            for key in [key for key, kept in group.items() if kept.last < before or kept.series.tag("job") in jobs]:
                 del group[key]
         self._series = {key: group for key, group in self._series.items() if group}
         self._routes.clear()

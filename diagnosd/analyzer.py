@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -40,9 +41,14 @@ _SGR = {"title": "1", "good": "1;32", "for": "32", "against": "33", "label": "2"
 
 
 class Findings:
-    """What an analysis has said so far: the latest revision of each episode, in the order in which they were found."""
+    """What an analysis has said so far: the latest revision of each episode, in the order in which they were found.
 
-    def __init__(self) -> None:
+    Of more than `keep` the older half goes, first what is over; `dropped` counts them.
+    """
+
+    def __init__(self, keep: float = math.inf) -> None:
+        self.dropped = 0
+        self._keep = keep
         self._latest: dict[str, Document] = {}
 
     @property
@@ -57,7 +63,15 @@ class Findings:
             if any(before.get(key) != document.get(key) for key in ("state", "cause", "locus")):
                 news.append(document)
             self._latest[document["id"]] = document
+        if len(self._latest) > self._keep:
+            self._make_room()
         return news
+
+    def _make_room(self) -> None:
+        by_age = sorted(self._latest, key=lambda each: self._latest[each]["state"] == "confirmed")
+        for each in by_age[: len(by_age) // 2]:
+            del self._latest[each]
+            self.dropped += 1
 
 
 def replay(
@@ -266,6 +280,7 @@ def _left_out(reading: Reading, analysis: Analysis) -> str:
         (order.late, "point that came too late", "points that came too late"),
         (order.strays, "point of a wrong clock", "points of a wrong clock"),
         (trace.unreadable, "unreadable document", "unreadable documents"),
+        (trace.crowded, "job of more than can be watched at once", "jobs of more than can be watched at once"),
     )
     parts = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
     if not parts:

@@ -40,6 +40,7 @@ Document = Mapping[str, Any]
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 LOOK_S = 0.05  # between two looks whether somebody has had enough
 FOLDER, SOCKET = "diagnosd-run-", "probe.sock"  # what it makes in /tmp
+FINDINGS = 4096  # of which the documents are kept to be told at the end: about 40 MB
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
 
@@ -50,7 +51,7 @@ class Verdicts:
     """
 
     def __init__(self, cluster: str, folder: Path | None, tell: Callable[[Verdicts], object]) -> None:
-        self.findings = Findings()
+        self.findings = Findings(FINDINGS)
         self.news: list[Document] = []  # what the last points changed
         self.measurements: set[str] = set()
         self.summary: Document = {}
@@ -91,6 +92,11 @@ class Verdicts:
     def conclude(self, output: str, stream: TextIO) -> None:
         """The words and documents that `diagnosd replay` has for the same points."""
         conclude(self.findings.documents, self.summary, output, stream)
+        dropped, crowded = self.findings.dropped, self.analysis.trace.crowded
+        if dropped:
+            _say(f"{dropped:,} earlier findings, told when they were found, are not told again")
+        if crowded:
+            _say(f"{crowded:,} jobs were more than can be watched at once")
 
     def _put(self, points: list[Point] | None) -> None:
         """Waits while the analysis is behind; an analysis that has stopped holds up nobody."""
@@ -339,8 +345,11 @@ def _told_live() -> Iterator[Callable[[Verdicts], object]]:
 
 
 def _live(verdicts: Verdicts) -> str:
-    documents = verdicts.findings.documents
-    jobs = [report.live(name, status, documents) for name, status in verdicts.analysis.status().items()]
+    of_job: dict[str, list[Document]] = {}
+    for document in verdicts.findings.documents:
+        of_job.setdefault(document["job"], []).append(document)
+    statuses = verdicts.analysis.status().items()
+    jobs = [report.live(name, status, of_job.get(name, [])) for name, status in statuses]
     return "diagnosd: " + ("  |  ".join(jobs) or "no rank has reported yet")
 
 

@@ -103,6 +103,16 @@ def test_changes_are_said_as_they_come(starved: Path, capsys: pytest.CaptureFixt
     assert "10:00:25" < said["confirmed:"] < "10:00:45" < said["resolved:"] < "10:01:00"
 
 
+def test_of_too_many_findings_those_that_are_over_go_first() -> None:
+    findings = analyzer.Findings(keep=10)
+    for number in range(100):
+        state = "confirmed" if number == 3 else "resolved"
+        findings.note([{"id": str(number), "state": state, "cause": "hang", "locus": ["job"]}])
+    assert len(findings.documents) <= 10
+    assert {"3", "99"} <= {document["id"] for document in findings.documents}
+    assert findings.dropped == 100 - len(findings.documents)
+
+
 def test_points_are_paced_by_their_own_time() -> None:
     series = Series.of("m", host="n1")
     points = [Point(series, {"value": n}, n * SECOND) for n in range(1, 11)]

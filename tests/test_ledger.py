@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.analysis.ledger import CAUSES, CLASSES, Ledger
+from diagnosd.analysis.ledger import ACCOUNTS, CAUSES, CLASSES, Ledger
 from diagnosd.point import Point, Series, Value
 
 SECOND = 10**9
@@ -123,6 +123,21 @@ def test_steps_told_by_log_and_probe_are_counted_once() -> None:
         ledger.add([step(end, 1.0), step(end + 0.01, 1.0, source="log", comm=0.5)])
     assert ledger.steps("j") == 10
     assert ledger.classes("j")["communication_by_design"] == 0
+
+
+def test_of_too_many_jobs_those_that_are_over_the_longest_become_one_sum_and_nothing_is_lost() -> None:
+    ledger = Ledger()
+    long = step(0, 1.0)
+    ledger.add([long])
+    for number in range(3 * ACCOUNTS):
+        tags = {"job": f"short{number}", "host": "n01", "rank": "0"}
+        states = (Point(Series.of("diagnosd_rank", **tags), {"state": state}, 0) for state in ("running", "exited"))
+        ledger.add([each._replace(time=ns(number + n)) for n, each in enumerate(states, start=1)])
+    ledger.add([step(3 * ACCOUNTS, 1.0)])
+    assert len(ledger.jobs) <= ACCOUNTS
+    assert ledger.steps("j") == 2
+    assert ledger.earlier["jobs"] + len(ledger.jobs) == 3 * ACCOUNTS + 1
+    assert sum(ledger.earlier["ledger_ns"].values()) == ledger.earlier["gpu_ns"] == ledger.earlier["jobs"] * SECOND
 
 
 moments = st.integers(0, 1000)

@@ -110,10 +110,10 @@ jobs = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(documents, max_size=3), st.dictionaries(names, jobs, max_size=3))
-def test_no_document_breaks_the_page(found: list[dict[str, object]], seen: dict[str, object]) -> None:
+@given(st.lists(documents, max_size=3), st.dictionaries(names, jobs, max_size=3), jobs | anything)
+def test_no_document_breaks_the_page(found: list[dict[str, object]], seen: dict[str, object], earlier: object) -> None:
     """Whatever is missing, long, or of another type: at most 80 columns, and no control character."""
-    text = report.plain(report.whole(found, {"jobs": seen}))
+    text = report.plain(report.whole(found, {"jobs": seen, "earlier": earlier}))
     for line in text.split("\n"):
         assert report.width(line) <= report.WIDTH
         assert line.isprintable() or not any(ord(character) < 32 or ord(character) == 127 for character in line)
@@ -140,6 +140,13 @@ def test_episodes_come_in_the_order_of_their_cost_and_latent_ones_last() -> None
     heads = ("Network congestion at", "Data starvation", "Topology misconfiguration", "Nothing found in job quiet")
     places = [text.index(head) for head in heads]
     assert places == sorted(places)
+
+
+def test_of_jobs_whose_parts_are_no_longer_kept_the_sum_is_told() -> None:
+    earlier = {"jobs": 1200, "steps": 9, "gpu_ns": 6 * 10**12, "ledger_ns": {"straggler": 10**12, "init": 5 * 10**12}}
+    text = report.plain(report.whole([], {"jobs": {"j": {"steps": 3}}, "earlier": earlier}))
+    said = "1,200 jobs before these, of which only the sum is kept: 6,000 GPU-seconds, of which 1,000 GPU-seconds lost"
+    assert said in " ".join(text.split())
 
 
 def test_a_live_line_says_behind_a_long_name_what_it_has_to_say() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosd.analysis import samples, steps
-from diagnosd.analysis.trace import Trace
+from diagnosd.analysis.trace import JOBS, Trace
 from diagnosd.documents import ClusterSpec, Fabric
 from diagnosd.point import Point, Series, Value
 
@@ -83,6 +83,19 @@ def test_a_second_run_of_a_job_that_has_ended_counts(first: int) -> None:
     points += [*exited, *(step(n, 100 + n, rank, attempt=0, duration=1.0) for n in range(5) for rank in (0, 1))]
     job = traced(points).jobs["j"]
     assert (job.attempt, len(job.steps()), job.outdated) == (0, 5 if first else 10, {})
+
+
+def test_of_too_many_jobs_those_that_have_exited_are_forgotten_and_counted() -> None:
+    points = [step(0, 0, duration=1.0)]
+    for number in range(3 * JOBS):
+        tags = {"job": f"short{number}", "host": "n00", "rank": "0"}
+        points.append(point("diagnosd_process", number / 10, {"phase": "forward"}, **tags))
+        points += [point("diagnosd_rank", number / 10, {"state": state}, **tags) for state in ("running", "exited")]
+    trace = traced(points)
+    assert len(trace.jobs) <= JOBS
+    assert len(trace.jobs["j"].steps()) == 1
+    assert trace.crowded == 3 * JOBS + 1 - len(trace.jobs)
+    assert len(trace.series_of("diagnosd_process", "n00")) == len(trace.jobs) - 1
 
 
 def test_a_new_attempt_begins_anew_and_the_old_one_is_over() -> None:
