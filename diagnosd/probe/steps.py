@@ -124,6 +124,7 @@ class Steps:
         self.since = 0  # when the present phase began or was last looked at
         self.entered = 0  # when the innermost call began
         self.used = [False] * 11  # phases that this process has ever been in
+        self.compiling = False
         self.explicit = False  # the script says itself where a step ends
         self._over = over
         self._began: Optional[int] = None
@@ -308,9 +309,14 @@ class Steps:
         """Something of the caller's that belongs to this step."""
         self._part.marked(mark)
 
-    def compiled(self, _t: int) -> None:
-        """A graph was compiled in this step."""
-        self._part.compiled = True
+    def compile_begins(self, t: int) -> None:
+        """A graph is compiled, which is a part of the phase that needs it."""
+        self._part.compiled = self.compiling = True
+        self.entered = t
+
+    def compile_ends(self, t: int) -> None:
+        self.compiling = False
+        self.entered = t
 
     def end_of_pending(self, _t: int) -> None:
         """What was the last optimizer call so far is the last of its step."""

@@ -104,7 +104,7 @@ class Watch(threading.Thread):
             return {}
         lasts = clock() - steps.entered
         fields: Dict[str, Value] = {
-            "phase": name_of(steps.phase),
+            "phase": "compile" if steps.compiling else name_of(steps.phase),
             "phase_seconds": seconds(lasts),
             "step": steps.number,
         }

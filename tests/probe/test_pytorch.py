@@ -203,17 +203,27 @@ def test_graphs_and_trained_parameters_are_the_same_with_and_without_the_probe(a
     assert len(agent.connections) == 1
 
 
-def test_a_step_in_which_a_graph_was_made_says_so(agent: Agent, launch: Launch, tmp_path: Path) -> None:
+def test_while_a_graph_is_made_it_is_known_and_a_step_in_which_one_was_says_so(
+    agent: Agent, launch: Launch, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
+        "from diagnosd import probe\n"
+        "def compiles():\n"
+        "    probe.live().play()\n"
+        "    return probe.live().steps.compiling\n"
+        "def backend(graph, inputs):\n"
+        "    assert compiles()\n"
+        "    return graph.forward\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "compiled = torch.compile(model, backend='eager')\n"
+        "compiled = torch.compile(model, backend=backend)\n"
         "for step in range(6):\n"
         "    used = compiled if step > 2 else model\n"
         "    used(torch.randn(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
+        "    assert not compiles()\n"
     )
     assert launch(agent, script).returncode == 0
     assert [step["kind"] for step in agent.steps()] == ["warmup", "train", "train", "compile", "train", "train"]

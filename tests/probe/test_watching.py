@@ -58,6 +58,23 @@ def test_in_a_collective_its_group_and_count_are_told(reporter: Reporter, agent:
     assert (fields["phase"], fields["group"], fields["seq"]) == ("collective", "tp:4", 17)
 
 
+def test_while_a_graph_is_compiled_the_phase_is_compile_and_then_again_what_needed_it(
+    reporter: Reporter, agent: Agent
+) -> None:
+    now = clock()
+    reporter.notes.extend((Steps.backward_begins, 0, now - 9_000_000_000, ()))
+    reporter.notes.extend((Steps.compile_begins, 0, now - 5_000_000_000, ()))
+    watch = Watch(reporter, main=threading.get_native_id())
+    reporter.play()
+    watch._look()
+    reporter.notes.extend((Steps.compile_ends, 0, clock(), ()))
+    reporter.play()
+    watch._look()
+    compiling, after = told(reporter, agent, times=2)
+    assert (compiling["phase"], after["phase"]) == ("compile", "backward")
+    assert 5 <= compiling["phase_seconds"] < 65
+
+
 def test_a_phase_that_lasts_too_long_shows_its_stack_once(reporter: Reporter, agent: Agent) -> None:
     reporter.notes.extend((Steps.enter, 0, clock() - 1_000_000_000, (BACKWARD,)))
     first, second = looks(reporter, agent, times=2, hang_seconds=0.5)

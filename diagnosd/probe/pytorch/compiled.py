@@ -1,5 +1,9 @@
-"""torch.compile: the wrappers are hidden from it when it is loaded, and a step in which it compiled is known."""
+"""torch.compile: the wrappers are hidden from it when it is loaded; while it compiles, and in which step, is known.
 
+A recompilation in the middle of training may take minutes, and is no hang.
+"""
+
+import functools
 from types import ModuleType
 from typing import Any, Callable, Dict
 
@@ -19,13 +23,14 @@ def watch(reporter: Reporter, after: Dict[str, Callable[[ModuleType], None]]) ->
         if not hasattr(module, "on_compile_end"):  # since 2.2; before it a step that compiles is only a long one
             return
         try:
-            module.on_compile_end(compiled)
+            module.on_compile_start(functools.partial(note, Steps.compile_begins))
+            module.on_compile_end(functools.partial(note, Steps.compile_ends))
         except Exception as error:
             reporter.fault("this torch.compile has an unknown shape", error)
 
-    def compiled(*_: Any) -> None:
+    def note(method: Any, *_: Any) -> None:
         if thread_id() == reporter.thread:
-            reporter.notes.extend((Steps.compiled, 0, clock(), ()))
+            reporter.notes.extend((method, 0, clock(), ()))
 
     after["torch._dynamo.eval_frame"] = frames
     after["torch._dynamo.callback"] = callbacks
