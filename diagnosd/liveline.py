@@ -22,30 +22,44 @@ def possible(fd: int) -> bool:
 
 
 class LiveLine:
+    """Written by a thread of its own: a terminal that was stopped (Ctrl-S) must not stop who has something to show."""
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._rows = 0
+        self._newest = ""
         self._closed = False
-        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="live line", daemon=True)
+        self._thread.start()
 
     def show(self, text: str) -> None:
-        """`text` has no control characters. Nothing is shown once it is closed."""
-        with self._lock, suppress(OSError):  # the terminal is gone
-            if self._closed:
-                return
-            size = os.get_terminal_size(self._fd)
-            if size.lines < FEW_ROWS:
-                return
-            if size.lines != self._rows:
-                self._make_room(size.lines)
-            self._write(f"{_SAVE}\x1b[{self._rows};1H{_ERASE}{text[: size.columns - 1]}{_RESTORE}")
+        """`text` has no control characters. Only the newest is shown, and nothing once it is closed."""
+        self._newest = text
+        self._changed.set()
 
     def close(self) -> None:
         """The whole terminal scrolls again, and the line is gone."""
-        with self._lock, suppress(OSError):
-            self._closed = True
+        self._closed = True
+        self._changed.set()
+        self._thread.join()
+        with suppress(OSError):
             if self._rows:
                 self._write(f"{_SAVE}\x1b[r\x1b[{self._rows};1H{_ERASE}{_RESTORE}")
+
+    def _follow(self) -> None:
+        while self._changed.wait() and not self._closed:
+            self._changed.clear()
+            with suppress(OSError):  # the terminal is gone
+                self._draw(self._newest)
+
+    def _draw(self, text: str) -> None:
+        size = os.get_terminal_size(self._fd)
+        if size.lines < FEW_ROWS:
+            return
+        if size.lines != self._rows:
+            self._make_room(size.lines)
+        self._write(f"{_SAVE}\x1b[{self._rows};1H{_ERASE}{text[: size.columns - 1]}{_RESTORE}")
 
     def _make_room(self, rows: int) -> None:
         """A newline first: the cursor may stand in the last row. Setting the region would move it to the top."""

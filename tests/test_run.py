@@ -599,18 +599,44 @@ def test_a_signal_after_the_commands_end_ends_the_wait_for_the_verdict_and_leave
     assert terminal.bottom == 23
 
 
-def test_a_live_line_that_is_closed_stays_closed() -> None:
+def read_to(end: bytes, terminal: int) -> bytes:
+    said = b""
+    while end not in said:
+        said += os.read(terminal, 4096)
+    return said
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    yield ours, theirs
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_a_live_line_that_is_closed_stays_closed(terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
     line = LiveLine(theirs)
     line.show("now")
+    read_to(b"now", ours)
     line.close()
     line.show("later")
     os.write(theirs, b"end")
-    said = b""
-    while b"end" not in said:
-        said += os.read(ours, 4096)
-    os.close(theirs)
-    os.close(ours)
-    assert b"now" in said
-    assert b"later" not in said
+    assert b"later" not in read_to(b"end", ours)
+
+
+def test_a_terminal_that_is_stopped_holds_up_nobody_and_shows_the_newest_when_it_goes_on(
+    terminal: tuple[int, int],
+) -> None:
+    ours, theirs = terminal
+    line = LiveLine(theirs)
+    line.show("first")
+    read_to(b"first", ours)
+    termios.tcflow(theirs, termios.TCOOFF)  # as Ctrl-S does
+    for number in range(10_000):
+        line.show(f"number {number}.")
+    termios.tcflow(theirs, termios.TCOON)
+    said = read_to(b"number 9999.", ours)
+    line.close()
+    assert said.count(b"number") < 10
