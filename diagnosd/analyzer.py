@@ -125,7 +125,7 @@ def _replay(
             if stop.is_set():
                 leave_the_row(sys.stdout)
             conclude(findings.documents, summary, output, sys.stdout)
-        if told := _left_out(reading, analysis):
+        for told in filter(None, (_left_out(reading, analysis), _taken_for_one(reading.clusters))):
             _say(told)
     return 0
 
@@ -287,6 +287,16 @@ def _left_out(reading: Reading, analysis: Analysis) -> str:
         return ""
     first = f" (first: {faults.first})" if faults.first else ""
     return f"left out: {', '.join(parts)}{first}"
+
+
+def _taken_for_one(clusters: Mapping[str, Path]) -> str:
+    """A warning where a folder holds several clusters: points name their job and host, and no cluster."""
+    if len(clusters) < 2:
+        return ""
+    named = ", ".join(f"{name} ({path.name})" for name, path in sorted(clusters.items()))
+    return (
+        f"recordings of several clusters, {named}: jobs and hosts of one name are taken for one; replay each by itself"
+    )
 
 
 def _say(text: str) -> None:

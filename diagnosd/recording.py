@@ -396,6 +396,12 @@ class Reading:
         return next((header for header in told if header and header != Header()), Header())
 
     @property
+    def clusters(self) -> dict[str, Path]:
+        """Each cluster that a header names, with the first of its files."""
+        headers = {path: self._sources[path].header for path in sorted(self._sources, reverse=True)}
+        return {header.cluster: path for path, header in headers.items() if header and header.cluster}
+
+    @property
     def position(self) -> int:
         """Bytes of file read so far; may be asked from another thread, like `size`."""
         return sum(source.position for source in list(self._sources.values()))

@@ -52,6 +52,18 @@ def test_documents_are_one_a_line_every_episode_once_and_then_the_summary(
     assert sum(account["ledger_ns"].values()) == account["gpu_ns"]
 
 
+def test_recordings_of_several_clusters_in_one_folder_are_told_apart_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points, _ = job(None, seconds=10)
+    for cluster in ("west", "east"):
+        recorded(tmp_path / f"{cluster}.lp", points, cluster)
+    assert analyzer.replay(tmp_path) == 0
+    assert capsys.readouterr().err.startswith(
+        "diagnosd: recordings of several clusters, east (east.lp), west (west.lp): "
+    )
+
+
 def test_text_is_for_people_and_without_colour_where_nobody_can_see_it(
     starved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
