@@ -84,6 +84,8 @@ class Episode:
     revision: int = 0
     agreed: int = 1  # ticks in a row
     missed: int = 0
+    unseen: int = 0  # looks in a row at which its reference showed nothing of it
+    left: int = 0  # ns: the first of them
     lost: float = 0.0  # GPU-seconds
     observed: float = 0.0  # seconds of the affected steps
     expected: float = 0.0  # what they should have taken
@@ -128,6 +130,24 @@ class Episodes:
         for episode in self.open(origin):
             if episode not in touched:
                 self._miss(episode, [one.verdict for one in found])
+        return touched
+
+    def look(self, origin: str, found: list[Found], attempt: int, now: int) -> list[Episode]:
+        """As `observe`, by a reference that nothing but itself tells that what it showed is over.
+
+        What lies near a threshold is found at one look and not at the next: it ends after REPLACED looks without it. A
+        loss that is there and that no cause is named for has not ended.
+        """
+        touched = self.observe(origin, found, attempt)
+        is_lost = any(one.verdict.cause == "unknown" for one in found)
+        for episode in self.open(origin):
+            if episode in touched or is_lost:
+                episode.unseen = 0
+            elif episode.state == "confirmed":
+                episode.left = episode.left if episode.unseen else now
+                episode.unseen += 1
+                if episode.unseen >= REPLACED:
+                    self.close(episode, episode.left)
         return touched
 
     def _of(self, origin: str, found: Found, attempt: int) -> Episode | None:

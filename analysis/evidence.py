@@ -727,10 +727,10 @@ def against_bound(c: Comparison) -> Iterator[Reading]:
     yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text)
 
 
-def is_beyond_bound(c: Comparison) -> bool:
+def is_beyond_bound(c: Comparison, times: float = bounds.HEALTHY) -> bool:
     """Whether the transfer takes longer than on any healthy fabric of the declared rate."""
     least = least_transfer(c)
-    return least is not None and float(c.observed[PART["transfer"]]) > bounds.HEALTHY * least
+    return least is not None and float(c.observed[PART["transfer"]]) > times * least
 
 
 def least_transfer(c: Comparison) -> float | None:

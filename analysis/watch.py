@@ -41,6 +41,9 @@ REJUDGE_S = 5.0  # what is told and agreed upon is weighed anew with each sample
 EARLY, EARLY_S = 100, 30.0
 APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machines differ by 1 % (diagnosis.md 1.2)
 COSTLY = 0.10  # and what that must cost, of the step
+ALWAYS_LAST = 0.8  # and in what share of the steps the others must wait for it
+# Medians of 30 rows scatter by a tenth of a threshold and more: what is told stays so down to this share of it.
+STAYS = 0.8
 
 
 class Watch:
@@ -278,10 +281,8 @@ class Watch:
 
     def _against_bounds(self, now: int) -> None:
         numbers = self._early("model", FIRST_LOOK, FIRST_LOOK_S)
-        if numbers is None:
-            return
-        seen = self._compare("model", None, numbers)
-        if seen is None:
+        seen = self._compare("model", None, numbers) if numbers is not None else None
+        if numbers is None or seen is None:
             return
         expected, own = seen.observed.copy(), seen.own_observed.copy()
         if self._starves(seen, numbers):
@@ -289,55 +290,45 @@ class Watch:
             own[:, OWN.index("data_wait")] = 0.0
         expected[PART["transfer"]] = min(least_transfer(seen) or np.inf, expected[PART["transfer"]])
         comparison = replace(seen, expected=expected, own_expected=own)
-        if comparison.lost < LEAVE * comparison.step:
-            self.episodes.gone("model", now)
-            return
-        told = ["data_starvation", "topology_misconfiguration", *(["unknown"] if is_beyond_bound(seen) else [])]
-        verdicts = [verdict for verdict in classify(comparison) if verdict.cause in told]
-        if not verdicts:
-            self.episodes.gone("model", now)
-            return
-        found = [Found(verdict, self._instant(0), 0, None) for verdict in verdicts]
-        touched = self.episodes.observe("model", found, self.attempt)
-        self._account(touched, comparison, comparison.step, numbers, now)
+        slow = bounds.HEALTHY * self._eased("model", "topology_misconfiguration", "unknown")
+        told = ["data_starvation", "topology_misconfiguration", *(["unknown"] if is_beyond_bound(seen, slow) else [])]
+        verdicts = classify(comparison) if comparison.lost >= LEAVE * comparison.step else []
+        self._always([verdict for verdict in verdicts if verdict.cause in told], comparison, numbers, now)
 
     def _starves(self, c: Comparison, numbers: Ints) -> bool:
         """Whether batches were waited for all along: in both halves, and with an empty queue where that is known."""
         if not c.loads.any():
             return False
-        rows = self.baseline.rows(numbers)
+        rows, eased = self.baseline.rows(numbers), self._eased("model", "data_starvation")
         halves = np.array_split(rows, 2)
         empty = c.empty[c.loads & ~np.isnan(c.empty)]
-        waits = all(np.median(half[:, 1] / half[:, 0]) >= bounds.STARVED for half in halves)
-        return waits and (not empty.size or empty.max() >= 0.5)
+        waits = all(np.median(half[:, 1] / half[:, 0]) >= eased * bounds.STARVED for half in halves)
+        return waits and (not empty.size or empty.max() >= eased * 0.5)
+
+    def _eased(self, origin: str, *causes: str) -> float:
+        """What of a threshold is enough: all of it, or STAYS where it is told that it was passed."""
+        told = {episode.verdict.cause for episode in self.episodes.open(origin) if episode.state == "confirmed"}
+        return 1.0 if told.isdisjoint(causes) else STAYS
+
+    def _always(self, verdicts: list[Verdict], c: Comparison, numbers: Ints, now: int) -> None:
+        """What a bound or peers show at this look: so since the first step."""
+        found = [Found(verdict, self._instant(0), 0, None) for verdict in verdicts]
+        self._account(self.episodes.look(c.against, found, self.attempt, now), c, c.step, numbers, now)
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def _against_peers(self, now: int) -> None:
         numbers = self._early("peers", PEERS, PEERS_S)
-        history = self.history
-        if numbers is None or history is None or len(history.ranks) < 2:
+        seen = self._compare("peers", None, numbers) if numbers is not None else None
+        if numbers is None or seen is None or len(seen.ranks) < 2:
             return
-        seen = self._compare("peers", None, numbers)
-        slow = self._slow_peer(numbers)
-        if seen is None or slow is None or not seen.apart:
-            self.episodes.gone("peers", now)
-            return
-        own, columns = seen.own_observed.copy(), [OWN.index(name) for name in COMPUTE]
-        own[slow, columns] = np.median(np.delete(own, slow, axis=0)[:, columns], axis=0)
-        expected = seen.observed.copy()
-        shift = seen.own_observed[slow, columns] - own[slow, columns]
-        expected[[PART[name] for name in COMPUTE]] -= np.maximum(shift, 0)
-        comparison = replace(seen, expected=np.maximum(expected, 0), own_expected=own)
-        verdicts = [v for v in classify(comparison) if v.cause == "straggler"]
-        if comparison.lost < COSTLY * comparison.step or not verdicts:
-            self.episodes.gone("peers", now)
-            return
-        found = [Found(verdict, self._instant(0), 0, None) for verdict in verdicts]
-        touched = self.episodes.observe("peers", found, self.attempt)
-        self._account(touched, comparison, comparison.step, numbers, now)
+        eased = self._eased("peers", "straggler")
+        slow = self._slow_peer(numbers, eased) if seen.apart else None
+        comparison = _beside_peers(seen, slow) if slow is not None else seen
+        verdicts = classify(comparison) if comparison.lost >= eased * COSTLY * comparison.step else []
+        self._always([verdict for verdict in verdicts if verdict.cause == "straggler"], comparison, numbers, now)
 
-    def _slow_peer(self, numbers: Ints) -> int | None:
+    def _slow_peer(self, numbers: Ints, eased: float) -> int | None:
         """Column of the rank that computes longer than its peers for the same work, in both halves of these cycles."""
         assert self.history is not None
         history = self.history
@@ -349,10 +340,10 @@ class Watch:
                 middle = np.median(half, axis=0)
                 column = int(middle.argmax())
                 others = float(np.median(np.delete(middle, column)))
-                found.add(column if middle[column] > APART * others > 0 else -1)
+                found.add(column if middle[column] > (1 + eased * (APART - 1)) * others > 0 else -1)
         slow = found.pop()
         last = history.get("last", numbers) == slow
-        return slow if not found and slow >= 0 and last.mean() >= 0.8 else None
+        return slow if not found and slow >= 0 and last.mean() >= eased * ALWAYS_LAST else None
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -428,3 +419,12 @@ class Watch:
             episode.observed, episode.expected, episode.step, episode.gain = still, usual, usual, 1.0
             if hang.is_certain(history, now):
                 self.episodes.confirm(episode, now, 0, at_once=True)
+
+
+def _beside_peers(c: Comparison, slow: int) -> Comparison:
+    """The same, where the rank in this column is expected to compute as long as the others."""
+    own, columns = c.own_observed.copy(), [OWN.index(name) for name in COMPUTE]
+    own[slow, columns] = np.median(np.delete(own, slow, axis=0)[:, columns], axis=0)
+    expected = c.observed.copy()
+    expected[[PART[name] for name in COMPUTE]] -= np.maximum(c.own_observed[slow, columns] - own[slow, columns], 0)
+    return replace(c, expected=np.maximum(expected, 0), own_expected=own)

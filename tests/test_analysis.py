@@ -340,6 +340,29 @@ def test_a_hang_is_told_after_a_minute_and_a_killed_job_is_none() -> None:
     assert judge(sorted(set_by_time(killed), key=_order))[0] == []
 
 
+@pytest.mark.parametrize(
+    ("fault", "changes", "seed", "cause"),
+    [
+        (None, {"fetch": 0.189, "noise": 0.06}, 0, "data_starvation"),
+        (None, {"fetch": 0.192, "noise": 0.06}, 1, "data_starvation"),
+        (Fault("slow_rank", 0, 999, 1, 1.32), {"ranks": 4, "noise": 0.08, **HEAVY}, 1, "straggler"),
+        (None, {"rate": 0.56 * GBIT, "noise": 0.08, "declared": DECLARED}, 0, "unknown"),
+    ],
+    ids=["a loader", "another loader", "a rank", "a fabric"],
+)
+def test_what_was_always_so_and_lies_at_a_threshold_is_told_once(
+    fault: Fault | None, changes: dict[str, Any], seed: int, cause: str
+) -> None:
+    points, _ = job(Layout(seconds=200), *filter(None, (fault,)), seed=seed, **changes)
+    analysis, told = Analysis("lab"), []
+    for batch in by_time(points):
+        told += analysis.feed(batch)
+    told += analysis.finish()
+    states = [(document["cause"], document["state"]) for document in told]
+    assert states == [*[(cause, "confirmed")] * (len(told) - 1), (cause, "resolved")]
+    assert seconds(told[-1], "end") > 190
+
+
 def latent(points: list[Point]) -> Documents:
     analysis = Analysis("lab")
     documents = [*analysis.feed(points), *analysis.finish()]

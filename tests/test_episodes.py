@@ -161,6 +161,54 @@ def test_what_is_withdrawn_has_an_end() -> None:
     assert seen.episodes.document(withdrawn)["end"] == "2026-11-30T10:00:28.000Z"
 
 
+class Asked(Seen):
+    """By a reference that is asked once a second, and that alone shows when it is over."""
+
+    def look(self, *causes: str, since: int = 0, locus: str = "host:n1") -> None:
+        self.second += 1
+        found = [Found(verdict(cause, locus=locus), START, 0, None) for cause in causes]
+        for episode in self.episodes.look("model", found, 0, self.now):
+            episode.observed, episode.expected, episode.ranks = 2.0, 1.0, 8
+            self.episodes.confirm(episode, self.now, 2 * self.second)
+        self.publish()
+
+
+def test_what_a_bound_does_not_show_for_a_few_looks_goes_on() -> None:
+    seen = Asked()
+    for turn in range(100):
+        seen.look(*([] if turn % 10 in (6, 7, 8, 9) else ["data_starvation"]))
+    assert [state for _, _, state in seen.told] == ["confirmed"]
+
+
+def test_what_a_bound_shows_no_more_has_ended_when_it_was_missed_for_the_first_time() -> None:
+    seen = Asked()
+    for _ in range(8):
+        seen.look("data_starvation")
+    for _ in range(12):
+        seen.look()
+    (episode,) = seen.episodes.all
+    assert [state for _, _, state in seen.told] == ["confirmed", "resolved"]
+    assert episode.end == START + 9 * SECOND
+
+
+def test_a_loss_against_a_bound_that_no_cause_is_named_for_any_more_has_not_ended() -> None:
+    seen = Asked()
+    for _ in range(8):
+        seen.look("topology_misconfiguration")
+    for _ in range(30):
+        seen.look("unknown")
+    assert [(cause, state) for _, cause, state in seen.told] == [("topology_misconfiguration", "confirmed")]
+
+
+def test_of_two_causes_against_a_bound_each_ends_by_itself() -> None:
+    seen = Asked()
+    for _ in range(8):
+        seen.look("data_starvation", "topology_misconfiguration")
+    for _ in range(12):
+        seen.look("topology_misconfiguration")
+    assert [(cause, state) for _, cause, state in seen.told[2:]] == [("data_starvation", "resolved")]
+
+
 def test_two_causes_of_different_parts_are_two_episodes() -> None:
     seen = Seen()
     for _ in range(8):
