@@ -225,10 +225,14 @@ class Episodes:
         self.all.append(episode)
 
     def changes(self, now: int, *, final: bool = False) -> list[dict[str, Any]]:
-        """Documents that say something new; figures alone once a minute, and at the end."""
+        """Documents that say something new; figures alone once a minute, and at the end.
+
+        A job of weeks has many episodes that ended long ago: what is told of them stays so.
+        """
         documents = []
         for episode in self.all:
-            if episode.state == "suspected":
+            has_ended = not episode.is_open and episode.told.get("state") == episode.state
+            if episode.state == "suspected" or has_ended:
                 continue
             if episode.state == "withdrawn" and episode.end is None:
                 episode.end = now

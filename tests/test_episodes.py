@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diagnosd.analysis.causes import CAUSES
 from diagnosd.analysis.classify import Verdict
-from diagnosd.analysis.episodes import TRANSITIONS, Episodes, Found
+from diagnosd.analysis.episodes import TRANSITIONS, Episode, Episodes, Found
 
 SECOND = 10**9
 START = 1_796_032_800 * SECOND
@@ -239,6 +241,29 @@ def test_revisions_rise_with_what_is_told() -> None:
     (episode,) = seen.episodes.all
     assert episode.revision == 3  # confirmed, after a minute, and the last word
     assert revisions[-1] == 3
+
+
+class Counted(Episodes):
+    """Of how many episodes a document was made."""
+
+    made = 0
+
+    def document(self, episode: Episode) -> dict[str, Any]:
+        self.made += 1
+        return super().document(episode)
+
+
+def test_what_has_ended_and_is_told_takes_no_work_any_more() -> None:
+    seen = Seen()
+    seen.episodes = counted = Counted("lab", "train")
+    for place in range(20):
+        for _ in range(8):
+            seen.look("straggler", since=9 * place, locus=f"rank:{place}")
+        seen.gone()
+    assert [state for _, _, state in seen.told] == ["confirmed", "resolved"] * 20
+    counted.made = 0
+    assert counted.changes(seen.now + 3600 * SECOND, final=True) == []
+    assert counted.made == 0
 
 
 @pytest.mark.parametrize(
