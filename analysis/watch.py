@@ -211,10 +211,9 @@ class Watch:
         taught = self.past.rows if self.slowdown and self.past else self.baseline.taught()
         healthy = taught[taught < onset]
         kept = self._kept(healthy)
-        if len(kept) < min(LEAST, len(healthy)):
-            return self.past
-        is_short = len(kept) < LEAST or history.seconds(kept).sum() < LEAST_S
-        return None if is_short else past(history, kept, onset)
+        if len(kept) >= LEAST and history.seconds(kept).sum() >= LEAST_S:
+            return past(history, kept, onset)
+        return self.past if len(kept) < len(healthy) else None
 
     def _since(self, verdict: Verdict, slowdown: Slowdown) -> Found:
         """The verdict with its own onset."""

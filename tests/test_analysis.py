@@ -298,6 +298,17 @@ def test_a_fault_that_comes_late_in_a_long_slowdown_is_named(
     assert seconds(document, "start") == pytest.approx(worse, abs=2.5)
 
 
+@pytest.mark.parametrize("after", [2, 5])
+def test_a_fault_soon_after_a_long_slowdown_is_named(after: float) -> None:
+    """After some 1,200 slow steps those before them are no longer kept, and few have come since."""
+    again = 620 + after
+    long, soon = Fault("bandwidth", 12, 620, 1, 0.2), Fault("loader", again, again + 30, None, 0.4)
+    first, second = judge(job(Layout(seconds=680), long, soon, seed=3, **STEPS_100_MS)[0])[0]
+    assert (first["cause"], second["cause"]) == ("network_congestion", "data_starvation")
+    assert seconds(second, "start") == pytest.approx(again, abs=2.5)
+    assert second["baseline"]["step_s"] == pytest.approx(first["baseline"]["step_s"], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("always", "worse", "changes", "origin"),
     [
