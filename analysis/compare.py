@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis.bounds import all_reduced
-from diagnosd.analysis.decompose import COMPUTE, OWN, PART
+from diagnosd.analysis.decompose import COMPUTE, OWN, PART, untimed
 from diagnosd.analysis.history import History, Ints, for_ranks
 from diagnosd.analysis.rates import increments
 from diagnosd.analysis.samples import Numbers
@@ -23,6 +23,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Window = tuple[float, float]  # seconds since the trace's origin
 
+LEAST_TIMED = 5  # cycles, that say where a step's time goes: two of them that were disturbed are outvoted
 RECENT = 60  # cycles of a long slowdown that evidence is computed from
 PAST_S = 60.0  # counters before the onset: enough for a dozen samples at 5 s, near enough to be the same conditions
 SETTLE_S = 0.5  # smoothed values (rtt) take a few round trips to follow
@@ -256,8 +257,15 @@ def past(history: History, healthy: Ints, onset: int) -> Past:
     """Of these rows, and of the counters until the onset."""
     until = history.start_of(onset)
     window = max(history.start_of(int(healthy[0])), until - PAST_S), until
-    usual = _typical(history.floats("parts", healthy), history.floats("own", healthy))
-    return Past(healthy, history.ranks, *usual, work_of(history, healthy), window)
+    telling = telling_of(history, healthy)
+    usual = _typical(history.floats("parts", telling), history.floats("own", telling))
+    return Past(healthy, history.ranks, *usual, work_of(history, telling), window)
+
+
+def telling_of(history: History, numbers: Ints) -> Ints:
+    """Of these cycles those that say where their time went: where the collectives of only some were timed, these."""
+    timed = numbers[history.get("timed", numbers).astype(bool)]
+    return timed if len(timed) >= LEAST_TIMED else numbers
 
 
 def together(pasts: Sequence[Past], until: float) -> Past:
@@ -284,10 +292,14 @@ def compare(
     recent = numbers[-RECENT:]
     if not len(recent):
         return None
-    observed, own = history.floats("parts", recent).mean(axis=0), history.floats("own", recent).mean(axis=0)
-    own_usual, work = before.of(history.ranks) if before else (own, None)
+    telling = telling_of(history, recent)
+    observed, own = history.floats("parts", telling).mean(axis=0), history.floats("own", telling).mean(axis=0)
+    usual, (own_usual, work) = before.parts if before else observed, before.of(history.ranks) if before else (own, None)
+    mixed = bool(max(observed[PART["mixed"]], usual[PART["mixed"]]) > 0)
+    if mixed:  # on one side maybe not: a step that became longer is timed each time
+        (observed, own), (usual, own_usual) = untimed(observed, own), untimed(usual, own_usual)
     start = history.start_of(int(recent[0])) + SETTLE_S
-    last, queue = history.get("last", recent), history.floats("queue", recent)
+    last, queue = history.get("last", telling), history.floats("queue", recent)
     return Comparison(
         trace=trace,
         job=job,
@@ -296,22 +308,22 @@ def compare(
         hosts=history.hosts,
         before=before.window if before else None,
         during=(start, max((trace.now - trace.origin) / 1e9, start + 1.0)),
-        expected=before.parts if before else observed,
+        expected=usual,
         observed=observed,
         own_expected=own_usual,
         own_observed=own,
         last=np.array([float((last == column).mean()) for column in range(len(history.ranks))]),
-        apart=_are_apart(history.floats("late", recent), history.noise),
-        timed=bool(history.get("timed", recent).all()) and bool(np.isfinite(history.noise)),
-        mixed=bool(observed[PART["mixed"]] > 0),
+        apart=_are_apart(history.floats("late", telling), history.noise),
+        timed=bool(history.get("timed", telling).all()) and bool(np.isfinite(history.noise)),
+        mixed=mixed,
         loads=_loads(job, history.ranks, own),
         empty=_share(queue <= 0, queue),
         full=_share(queue >= history.floats("queue_size", recent), queue),
         workers=history.floats("workers", recent)[-1],
-        sync_bytes=float(np.median(history.floats("sync_bytes", recent))) or nan,
+        sync_bytes=float(np.median(history.floats("sync_bytes", telling))) or nan,
         from_start=against == "model",
         work_expected=work,
-        work_observed=work_of(history, recent),
+        work_observed=work_of(history, telling),
         read_before=before.read if before else {},
     )
 

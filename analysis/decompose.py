@@ -159,6 +159,19 @@ def meeting(phases: Phases) -> tuple[Floats, Floats]:
     return enter, np.where(np.isnan(enter), np.nan, leave)
 
 
+def untimed(parts: Floats, own: Floats) -> tuple[Floats, Floats]:
+    """Cycles [...,len(PARTS)] and [...,R,len(OWN)] as they are where nobody timed their collectives."""
+    step = parts.sum(axis=-1)
+    return _hidden(parts, step), _hidden(own, step[..., None])
+
+
+def _hidden(values: Floats, step: Floats) -> Floats:
+    kept, sure = np.zeros_like(values), [PART[name] for name in SURE]
+    kept[..., sure] = values[..., sure]
+    kept[..., PART["mixed"]] = np.maximum(step - kept.sum(axis=-1), 0.0)
+    return kept
+
+
 def _joined(phases: Phases, enter: Floats, leave: Floats, offset: Floats, rows: Ints) -> Cycles:
     own = _own(phases, leave, rows, np.maximum(enter[rows] - leave[rows - 1], 0.0))
     arrived, ended = enter[rows] - offset, _middle(leave - offset)

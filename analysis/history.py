@@ -13,7 +13,7 @@ from math import ceil, nan
 import numpy as np
 import numpy.typing as npt
 
-from diagnosd.analysis.baseline import CHANNELS
+from diagnosd.analysis.baseline import CHANNEL, CHANNELS
 from diagnosd.analysis.decompose import (
     COMPUTE,
     HOST,
@@ -65,6 +65,7 @@ class History:
         self._offset: Floats = np.zeros(len(ranks))
         self._aligned = -REALIGN
         self._a_row = 1  # cycles
+        self._split: Floats | None = None  # s in the channels but total and load, of the last row that was timed
         self._rest: Columns = {}  # cycles that do not make a row yet
         size, across = 64, len(ranks)
         self._arrays: Columns = {
@@ -164,12 +165,24 @@ class History:
         place = slice(self.count - self.first, self.count - self.first + count)
         for name, array in self._arrays.items():
             array[place] = columns[name]
-        channels = _channels(columns["parts"], columns["duration"])
+        channels = self._channels(columns)
         for index, (work, usable, size) in enumerate(
             zip(*(columns[n] for n in ("work", "usable", "steps")), strict=True)
         ):
             self.count += 1
             each(self.count - 1, channels[index], float(work), bool(usable), int(size))
+
+    def _channels(self, columns: Columns) -> Floats:
+        """[C,len(CHANNELS)] seconds; where no collective of a row was timed, split as in the last that had one."""
+        channels, split = _channels(columns["parts"], columns["duration"]), CHANNEL["transfer"]
+        for row, timed, usable, mixed in zip(
+            channels, *(columns[n] for n in ("timed", "usable", "mixed")), strict=True
+        ):
+            if timed and usable:
+                self._split = row[split:].copy()
+            elif mixed and self._split is not None:
+                row[split:] = self._split
+        return channels
 
     def _columns(self, cycles: Cycles, steps: Steps, rows: Ints) -> Columns:
         """What is kept of each cycle."""
@@ -186,6 +199,7 @@ class History:
             "steps": np.ones(len(rows)),
             "number": steps.number[rows],
             "timed": cycles.timed,
+            "mixed": mixed.any(axis=1),
             "usable": usable,
             "work": work.sum(axis=1),
             "compute_per_work": compute / np.where(work > 0, work, nan),
@@ -260,18 +274,29 @@ def _groups(alone: list[bool], numbers: list[int], size: int) -> tuple[list[int]
 
 
 def _means(columns: Columns, starts: list[int]) -> Columns:
-    """A row for each group of cycles that begins at `starts`."""
+    """A row for each group of cycles that begins at `starts`.
+
+    Where the collectives of only some were timed, those alone say where the time went.
+    """
     count = np.diff([*starts, len(columns["end"])])
+    timed = columns["timed"].astype(bool)
+    tells = timed | ~np.repeat(np.logical_or.reduceat(timed, starts), count)
     means: Columns = {}
     for name, values in columns.items():
         each = count.reshape(-1, *[1] * (values.ndim - 1))
         means[name] = np.add.reduceat(values.astype(float), starts) / each
+    for name in ("parts", "own", "late", "compute_per_work"):
+        values = columns[name].astype(float)
+        of_those = tells.reshape(-1, *[1] * (values.ndim - 1))
+        total = np.add.reduceat(np.where(of_those, values, 0.0), starts)
+        means[name] = total / np.add.reduceat(of_those.astype(float), starts)
     for name in ("queue", "queue_size", "workers"):
         means[name] = np.round(means[name].astype(float))  # the queue is empty where it mostly was
     means["end"], means["number"] = columns["end"][np.cumsum(count) - 1], columns["number"][starts]
     means["steps"] = count.astype(float)
-    means["last"] = _most_often(columns["last"], starts)
-    means |= {name: np.logical_and.reduceat(columns[name], starts) for name in ("timed", "usable")}
+    means["last"] = _most_often(columns["last"][tells], (np.cumsum(tells) - tells)[starts].tolist())
+    means["timed"] = np.logical_or.reduceat(timed, starts)
+    means["usable"] = np.logical_and.reduceat(columns["usable"], starts)
     return means | {"sync_bytes": np.maximum.reduceat(columns["sync_bytes"], starts)}
 
 

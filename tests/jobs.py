@@ -71,6 +71,7 @@ class Layout:
     varying: float = 0.0  # relative scatter of the samples a step
     sync: bool = True  # the collectives are timed
     comm: bool = True
+    timed_every: int = 1  # of so many steps two in a row are timed; of the others no backward, comm and other is told
     device: bool = (
         False  # phases by the clock of a device, whose backward pass contains the all-reduce that nobody timed
     )
@@ -325,7 +326,8 @@ class _Job:
             after += plan.eval
         rank.end = leave + after
         fields["duration"] = rank.end - at
-        if len(self.ranks) > 1 and plan.comm:
+        timed = number % plan.timed_every < 2
+        if len(self.ranks) > 1 and plan.comm and timed:
             fields["comm"] = leave - enter
         known = sum(
             fields.get(name, 0.0)
@@ -341,13 +343,13 @@ class _Job:
             }
             fields["other"] = fields["duration"] - (leave - at) - plan.optimizer
             del fields["comm"]
-        elif len(self.ranks) > 1 and plan.sync:
+        elif len(self.ranks) > 1 and plan.sync and timed:
             fields |= {
                 "sync_enter": self.ns(enter, rank.host),
                 "sync_exit": self.ns(leave, rank.host),
                 "sync_bytes": int(plan.size),
             }
-        for name in plan.dropped:
+        for name in plan.dropped if timed else {*plan.dropped, "backward", "other"}:
             fields.pop(name, None)
         self.emit("diagnosd_step", rank.end, fields, rank=rank, source="probe")
 

@@ -759,6 +759,27 @@ def test_steps_of_any_length_are_held_against_their_past(length: str) -> None:
     )  # two are queued, four are slow
 
 
+SHORT: dict[str, Any] = {"forward": 0.004, "backward": 0.007, "optimizer": 0.001, "fetch": 0.004, "size": 1e6}  # 22 ms
+
+
+@pytest.mark.parametrize("fault", [Fault("bandwidth", 25, 45, 1, 0.2), Fault("slow_rank", 25, 45, 1, 4.0)])
+def test_short_steps_of_which_a_tenth_is_timed_are_told_apart(fault: Fault) -> None:
+    documents, _ = judge(job(Layout(seconds=55), fault, seed=3, timed_every=20, **SHORT)[0])
+    causes = {"bandwidth": "network_congestion", "slow_rank": "straggler"}
+    assert [document["cause"] for document in documents] == [causes[fault.kind]]
+
+
+def test_steps_that_became_long_enough_to_be_timed_are_not_held_against_untimed_ones_part_by_part() -> None:
+    slow = Fault("slow_rank", 25, 55, 1, 4.0)
+    untimed, _ = job(Layout(seconds=55), slow, seed=3, timed_every=10**9, **SHORT)
+    timed, _ = job(Layout(seconds=55), slow, seed=3, **SHORT)
+    longer = [p for p in timed if p.time > T0 + 26e9]
+    assert judge(timed)[0][0]["cause"] == "straggler"
+    assert {document["cause"] for document in judge([p for p in untimed if p.time <= T0 + 26e9] + longer)[0]} <= {
+        "unknown"
+    }
+
+
 @pytest.mark.parametrize("length", ["5 ms", "60 ms", "200 ms"])
 def test_steps_of_any_length_are_held_against_bounds_and_peers(length: str) -> None:
     changes, _ = LENGTHS[length]
