@@ -18,7 +18,7 @@ if importlib.util.find_spec("torch") is None:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SECONDS = 0.3
+SECONDS, PACE = 0.3, 0.055
 STEPS, ACCUMULATED = 20, 3
 
 Run = tuple[Agent, "subprocess.CompletedProcess[str]"]
@@ -138,6 +138,31 @@ def test_the_ranks_connections_are_told(ddp: Agent) -> None:
 
 
 @pytest.fixture(scope="module")
+def buffers(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
+    agent = start_agent()
+    done = launch(agent, SCRIPTS / "buffers.py", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert "diagnosd" not in done.stderr
+    return agent
+
+
+@pytest.mark.parametrize(("step", "late"), [(6, 1), (9, 0)])
+def test_who_waits_for_a_late_rank_where_buffers_are_broadcast_does_not_seem_to_compute(
+    buffers: Agent, step: int, late: int
+) -> None:
+    guilty, victim = buffers.steps(late)[step], buffers.steps(1 - late)[step]
+    assert victim["comm"] >= (SECONDS - PACE) * 0.9
+    assert max(victim["forward"], guilty["forward"], guilty["comm"]) < victim["comm"] * 0.5
+    assert guilty["other"] >= SECONDS
+
+
+def test_the_gradients_are_told_as_the_largest_collective_unless_the_buffers_are_larger(buffers: Agent) -> None:
+    for rank in range(2):
+        told = [step["sync_bytes"] for step in buffers.steps(rank)]
+        assert told == [4 * (64 * 64 + 64 + 2 * 64)] * 12 + [100_000] * 3
+
+
+@pytest.fixture(scope="module")
 def short(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
     agent = start_agent()
     done = launch(agent, SCRIPTS / "short.py", launcher=TORCHRUN)
@@ -197,7 +222,7 @@ def test_graphs_and_trained_parameters_are_the_same_with_and_without_the_probe(a
     ]
     breaks = [[int(line.split()[-2]) for line in output if line.endswith("breaks")] for output in outputs]
     graphs = [[line for line in output if not line.endswith("breaks")] for output in outputs]
-    assert len(breaks[0]) == 6
+    assert len(breaks[0]) == 7
     assert all(with_ <= without for without, with_ in zip(*breaks, strict=True))
     assert graphs[0] == graphs[1]
     assert len(agent.connections) == 1

@@ -1,4 +1,4 @@
-"""The collectives that Python calls: FSDP's and the script's own. DDP reduces in C++: see ddp.py.
+"""The collectives that Python calls: FSDP's, DDP's of its buffers and the script's own. DDP reduces in C++: see ddp.py.
 
 On the host (gloo, MPI) a collective blocks where it is called or where its Work is waited for, and that time is taken
 out of whatever phase it falls into. On a device it is only enqueued: its time is the device's to tell.
@@ -39,6 +39,9 @@ CALLS = {
     "barrier": Call(None, 0),
     "monitored_barrier": Call(None, 0),
 }
+# What DDP sends its buffers with at the beginning of a forward. It is C++ that waits for what it issued, and stands in
+# torch.distributed only.
+COALESCED = ("_broadcast_coalesced", Call((1, "tensors"), 0))
 ISSUED = 256  # works issued and not yet waited for, of which the sizes are kept; FSDP has a few
 
 Message = Tuple[int, str]  # bytes, group; (0, "") where there is none
@@ -51,7 +54,13 @@ def patch(torch: Any, reporter: Reporter) -> None:
         if name != "all_reduce" and not hasattr(functions, name):
             continue  # this version has it under its other name
         patching.put(reporter, functions, name, functools.partial(timed.collective, call), torch.distributed)
+    name, call = COALESCED
+    if hasattr(torch.distributed, name):
+        patching.put(reporter, torch.distributed, name, functools.partial(timed.collective, call))
     patching.put(reporter, functions.Work, "wait", timed.wait)
+    # A compiled DDP module runs its own forward outside of any graph, and Dynamo meets each frame below the wrapper's.
+    for below in (_Collectives._timed, _Collectives._keep, _Collectives._message, _Collectives._bytes, groups.name):
+        patching.untraced(below)
 
 
 class _Collectives:
@@ -129,7 +138,12 @@ class _Collectives:
         """Of a tensor or a list of them; None where they lie on a device, which the host does not wait for."""
         if isinstance(moved, self._torch.Tensor):
             return moved.numel() * moved.element_size() if moved.device.type == "cpu" else None
-        if isinstance(moved, (list, tuple)):
-            sizes = [self._bytes(part) for part in moved]
-            return None if None in sizes else sum(size or 0 for size in sizes)
-        return 0
+        if not isinstance(moved, (list, tuple)):
+            return 0
+        total = 0
+        for part in moved:  # a model may have hundreds of buffers: on a device the first says it
+            size = self._bytes(part)
+            if size is None:
+                return None
+            total += size
+        return total

@@ -38,6 +38,7 @@ def main() -> None:
     batch = torch.randn(8, 16)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     wrapped = DistributedDataParallel(nn.Linear(16, 16))
+    buffered = DistributedDataParallel(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
     optimizer = torch.optim.SGD([*model.parameters(), *wrapped.parameters()], lr=0.1)
     whole = torch.compile(model, backend=backend, fullgraph=True)
 
@@ -55,6 +56,7 @@ def main() -> None:
         return model(batch)
 
     compiled_ddp = torch.compile(wrapped, backend=backend)
+    compiled_buffers = torch.compile(buffered, backend=backend)
     compiled_step = torch.compile(train, backend=backend)
     compiled_reduce = torch.compile(reduce, backend=backend, fullgraph=True)
     compiled_evaluate = torch.compile(evaluate, backend=backend)
@@ -62,6 +64,7 @@ def main() -> None:
 
     case("a model, fullgraph", lambda: whole(batch).sum().backward())
     case("a DDP module", lambda: compiled_ddp(batch).sum().backward())
+    case("a DDP module with buffers", lambda: compiled_buffers(batch).sum().backward())
     case("a module inside DDP", lambda: inner(batch).sum().backward())
     case("a training step", lambda: compiled_step(batch))
     case("a collective, fullgraph", lambda: compiled_reduce(batch))
