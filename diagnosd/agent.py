@@ -244,8 +244,6 @@ class Feeder:
         self._waiting: list[Sink] = []  # for that
         self._busy: Sink | None = None  # with that
         self._thread = threading.Thread(target=self._feed, name="sinks", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -309,7 +307,10 @@ def _count(batches: Iterable[Batch]) -> int:
 
 
 class Agent:
-    """`collectors` and `sinks` are made by the caller; `run` ends when `stop` is set and everything is written."""
+    """`collectors` and `sinks` are made by the caller; `run` ends when `stop` is set and everything is written.
+
+    It has all its threads from the beginning: what `run` begins does not fail for want of one.
+    """
 
     def __init__(self, host: str, collectors: Iterable[Collector], sinks: Sequence[Sink]) -> None:
         self._host = host
@@ -324,11 +325,10 @@ class Agent:
         return self._ring.dropped + self._feeder.lost
 
     async def run(self, stop: asyncio.Event) -> None:
-        self._feeder.start()
         try:
             await self._keep_time(stop)
         finally:
-            await asyncio.to_thread(self._finish)
+            self._finish()
 
     async def _keep_time(self, stop: asyncio.Event) -> None:
         began, tick = time.monotonic(), 0

@@ -55,22 +55,24 @@ def take_signals() -> frozenset[signal.Signals]:
 
 class Command:
     def __init__(self, argv: list[str], environ: Mapping[str, str], signals: frozenset[signal.Signals]) -> None:
-        """Starts it. StartError where the kernel refuses."""
-        self.code = 0  # once it has ended: its own, or 128 + the number of the signal that ended it
+        """Starts it, with all there is to watch it by. StartError or RuntimeError where the kernel refuses."""
+        self.code = COULD_NOT_START  # once it has ended: its own, or 128 + the number of the signal that ended it
         self.status = ""  # "exited with 3", "was ended by SIGKILL"
         self.enough = threading.Event()  # it has ended, and somebody does not want to wait for the verdict
         self.interrupted = False  # from the terminal, which then shows ^C and leaves the cursor behind it
         self._known = threading.Lock()  # held while its pid is sure to be its own
-        self._ended_at = math.inf  # monotonic
+        self._ended_at = 0.0  # monotonic; infinite while it runs
         restored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores them
-        try:
-            self.pid = os.posix_spawnp(argv[0], argv, environ, setsigmask=[], setsigdef=restored)
-        except OSError as error:
-            raise _refused(argv[0], error) from error
-        threading.Thread(target=self._pass_on, args=(signals,), name="signals", daemon=True).start()
+        with self._known:
+            threading.Thread(target=self._pass_on, args=(signals,), name="signals", daemon=True).start()
+            try:
+                self.pid = os.posix_spawnp(argv[0], argv, environ, setsigmask=[], setsigdef=restored)
+            except OSError as error:
+                raise _refused(argv[0], error) from error
+            self._ended_at = math.inf
 
     def wait(self) -> None:
-        """Until it has ended; `code` and `status` are known then. For one thread."""
+        """Until it has ended; `code` and `status` are known then. For one thread, once."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._known:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

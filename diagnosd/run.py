@@ -165,7 +165,7 @@ def _embedded(socket: Path, options: Options, tell: Callable[[Verdicts], object]
 def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str, output: str) -> int:
     """The command's exit code, or what the shells say where it could not be started."""
     agent.log_calmly()
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as watching:
         try:
             check(argv)
             signals = take_signals()
@@ -173,13 +173,14 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
             watched, verdicts = _embedded(socket, options, tell)
             if verdicts.folder and _is_of_this_host(job, environ):
                 _say(f"only this host calls the job {job}: where several nodes record, name it with --job NAME")
+            watching.enter_context(_watching(watched))
             command = Command(argv, _environment(environ, socket, options.host, job), signals)
         except StartError as error:
             return _not_started(str(error), error.code)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there can be no more threads
             return _not_started(f"{argv[0]} was not started: {agent.said(error)}", COULD_NOT_START)
-        with _at_our_cost("the observation"):
-            asyncio.run(_observe(watched, command))
+        command.wait()
+        watching.close()
         verdicts.join(command.enough)
     with _at_our_cost("the verdict"):
         unjudged = verdicts.failure and _unjudged(watched, verdicts, options)
@@ -232,13 +233,23 @@ def _not_started(reason: str, code: int) -> int:
     return code
 
 
-async def _observe(watched: Agent, command: Command) -> None:
-    """The agent ends when the command has."""
-    stop = asyncio.Event()
-    watching = asyncio.create_task(watched.run(stop))
-    await asyncio.to_thread(command.wait)
-    stop.set()
-    await watching
+@contextmanager
+def _watching(watched: Agent) -> Iterator[None]:
+    """The agent, on a thread of its own: ours is the command's, which is waited for whatever becomes of the agent."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+
+    def observe() -> None:
+        with _at_our_cost("the observation"):
+            loop.run_until_complete(watched.run(stop))
+
+    thread = threading.Thread(target=observe, name="agent", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
 
 
 def watch(socket: Path, options: Options) -> int:

@@ -294,7 +294,6 @@ class Broken(Kept):
 def test_a_sink_that_fails_gets_nothing_more_and_the_others_have_everything(caplog: pytest.LogCaptureFixture) -> None:
     broken, other = Broken(), Kept()
     agent = agent_of(sinks=[broken, other])
-    agent._feeder.start()
     for tick in range(0, 30, 10):
         agent._tick(tick)
         waiting = time.monotonic() + PATIENCE_S

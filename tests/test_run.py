@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -115,6 +116,30 @@ def test_what_cannot_be_observed_is_not_started_and_125(tmp_path: Path, options:
     assert done.returncode == 125
     assert re.search(said, done.stderr)
     assert {path.name for path in tmp_path.iterdir()} == {"bad.toml"}
+
+
+@pytest.mark.parametrize("limit", ["-n 8", "-n 11", "-n 12", "-n 14", "-v 300000"])
+def test_where_files_or_memory_are_too_few_to_observe_it_is_not_started_else_the_code_is_its_own(
+    tmp_path: Path, limit: str
+) -> None:
+    started = tmp_path / "started"
+    ours = shlex.join([*DIAGNOSD, "run", *sh(f"touch {started}; exit 5")])
+    done = subprocess.run(["sh", "-c", f"ulimit {limit}; {ours}"], check=False, capture_output=True, cwd=ROOT)
+    assert done.returncode == (5 if started.exists() else 125)
+
+
+def test_a_command_is_waited_for_when_its_observation_fails() -> None:
+    code = """
+from diagnosd import agent, cli
+async def fails(self, stop):
+    raise KeyError("x")
+agent.Agent._keep_time = fails
+cli.main()
+"""
+    command = [sys.executable, "-c", code, "run", *sh("sleep 0.3; echo its end; exit 5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (5, "its end\n")
+    assert done.stderr.startswith("diagnosd: the observation failed: KeyError: 'x'\n")
 
 
 def test_stdin_stdout_and_stderr_are_the_commands(tmp_path: Path) -> None:
