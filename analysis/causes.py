@@ -3,7 +3,8 @@
 A cause is added here and in evidence.ROWS, nowhere else. `prior` is its log-odds before any evidence, on a cluster
 whose fabric is shared; `claims` are the parts of a step it can explain; `least` is what it must cost, as a share of the
 step, to be a cause of this slowdown and not a mere presence (diagnosis.md 2.4, vetoes). `{host}`, `{nic}`, `{rank}` and
-`{path}` in `next` are filled from the verdict, and `{loader}` with who loads.
+`{path}` in `next` are filled from the verdict, `{loader}` with who loads, `{gpu}` with how to ask a GPU, if one is
+there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ class Cause:
     def can_befall(self, hosts: int, ranks: int) -> bool:
         """Whether a job of so many hosts and ranks has what the cause needs."""
         return (hosts > 1 or not self.network) and (ranks > 1 or not self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Parts of a step that grew for a reason that nobody knows: what they are called, and where to look."""
+
+    title: str
+    parts: tuple[str, ...]
+    next: str
 
 
 CAUSES = {
@@ -132,7 +142,7 @@ CAUSES = {
             claims=("forward", "backward", "optimizer", "h2d", "blocked", "other"),
             prior=-2.5,
             least=0.02,
-            next="On {host}: top -H; nvidia-smi -q -d CLOCK,PERFORMANCE: what else runs there, does it throttle?",
+            next="On {host}: top -H{gpu}: does anything else run there, or throttle it? Has {rank} more to compute?",
             peers=True,
             subtypes={
                 "cpu_quota": Subtype(
@@ -211,6 +221,39 @@ CAUSES = {
         ),
     )
 }
+
+# All the parts, each in one.
+GROWTHS = (
+    Growth("waiting for the next batch", ("data_wait",), "On {host}: py-spy dump of {loader}: what does it wait for?"),
+    Growth(
+        "computing",
+        ("forward", "backward", "optimizer"),
+        "On {host}: py-spy record of {rank}: which function takes longer? top -H{gpu}: who else computes there?",
+    ),
+    Growth(
+        "waiting for the device",
+        ("h2d", "blocked"),
+        "On {host}: py-spy dump of {rank}: which call waits for the device (.item(), .cpu(), a print of a tensor)?",
+    ),
+    Growth("saving", ("checkpoint",), "On {host}: py-spy dump of {rank}, and iostat -x 1, while it saves."),
+    Growth("evaluating", ("eval",), "Does an evaluation come more often than before, or do more?"),
+    Growth(
+        "computing, moving bytes or waiting for another rank, which nothing here tells apart",
+        ("mixed",),
+        "py-spy dump of every rank, a few times: which one is not in a collective? The others wait for it.",
+    ),
+    Growth(
+        "time outside of every phase",
+        ("other",),
+        "On {host}: py-spy dump of {rank}, a few times: what does it do between the phases? A loop of your own names "
+        "its phases with diagnosd.probe.",
+    ),
+    Growth(
+        "moving bytes, after the last rank had arrived",
+        ("transfer", "release"),
+        "On {host}: top -H; ss -ti: has each rank a processor while it communicates, do bytes wait in its queues?",
+    ),
+)
 
 # Causes that compete for a slowdown against the past or a bound; the others are decided otherwise.
 RIVALS = tuple(

@@ -9,14 +9,14 @@ explain different parts. What remains is `unknown`, which is a diagnosis too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Any
 
 import numpy as np
 
-from diagnosd.analysis.causes import CAUSES, RIVALS, Cause
+from diagnosd.analysis.causes import CAUSES, GROWTHS, RIVALS, Cause, Growth
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import NETWORK, PART
 from diagnosd.analysis.evidence import (
@@ -30,16 +30,18 @@ from diagnosd.analysis.evidence import (
     sources,
 )
 from diagnosd.analysis.figures import percent, seconds
-from diagnosd.analysis.localize import Place, assets, where
+from diagnosd.analysis.localize import Place, assets, slow_link, slow_ranks, starved_ranks, where
 
 NAMED = 0.6  # diagnosis.md 2.4: to start with
 CAP = 4.0  # what one group may add to the log-odds, of 2 to 3.5 that priors ask for
 ELSE = ("others' bytes", "short of CPU")  # rows of what slows a transfer on a fabric that is as declared
 SUPPORTS = 0.8  # what a group must add to count as one of two
 EXPLAINS = 0.3  # share of the loss; with less, something else is the cause
+NEAR = 0.01  # share of the loss: with less, a cause is not even near
 ALSO = 0.25  # share of the loss from which on a second cause is named beside the first
 SUREST = 0.98  # nothing here was fitted on enough episodes to say more
 TOLD = 0.3  # log-odds, below which a reading is not worth a line
+SOME = 3  # ranks that are named one by one
 TABLE, FOR, AGAINST = 7, 5, 2  # lines of evidence that a reader takes in; what is left of them rules the rivals out
 
 
@@ -156,7 +158,8 @@ def _otherwise(evidence: Iterable[Evidence]) -> tuple[str | None, bool]:
 def _short(c: Comparison, cause: Cause, claims: tuple[str, ...]) -> str | None:
     """Why a cause does not explain the loss, whatever speaks for it (diagnosis.md 2.4, vetoes)."""
     if c.share(*claims) < EXPLAINS:
-        return f"it would explain {percent(c.share(*claims))} of the loss"
+        share = c.share(*claims)
+        return f"it would explain {percent(round(share, 2)) if share >= NEAR else 'less than 1 %'} of the loss"
     if c.excess(*claims) < cause.least * c.step:
         return f"what it would explain is less than {percent(cause.least)} of a step"
     return None
@@ -194,26 +197,65 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
 
 
 def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missing: list[Row]) -> Verdict:
+    """What grew, and on which ranks, is known also where the cause is not."""
     cases = sorted(cases, key=lambda case: (bool(case.veto or case.short), -case.weighed, case.cause.code))
-    first, second = cases[0], cases[1]
-    place = where(c, first.cause.code, evidence)
-    codes = (first.cause.code, second.cause.code)
-    told = [one for one in evidence if one.reading.strength > 0 or _speaks(one, codes[0])]
-    best = sorted(_one_of_each(told, Place(("job",))), key=lambda one: -abs(one.weight(codes[0])))
+    near = [case for case in cases if _is_near(c, case)][:2]
+    most, *others = sorted(GROWTHS, key=lambda growth: -c.share(*growth.parts))
+    place = _where_it_grew(c, most, evidence)
+    told = [one for one in evidence if one.reading.strength > 0 or _speaks(one, cases[0].cause.code)]
+    best = sorted(_one_of_each(told, Place(("job",))), key=lambda one: -abs(one.weight(cases[0].cause.code)))
+    also = [growth for growth in others if c.share(*growth.parts) >= EXPLAINS]
+    grew = " and ".join(_grew(c, growth, _where_it_grew(c, growth, evidence)) for growth in (most, *also))
     return Verdict(
         "unknown",
         None,
         round(min(1 - max(case.probability for case in cases), SUREST), 3),
-        place.loci if c.share(*first.claims) >= EXPLAINS else ("job",),
+        place.loci,
         "job",
         (),
         tuple(best[:TABLE]),
         tuple(_alternative(c, case, evidence, missing) for case in cases[:3]),
-        *sources(c.trace, c.job, codes),
-        _filled(next_measurement(first.cause, second.cause, missing), c, place, first.cause.code),
-        f"A step takes {c.slowdown:.2f} times as long. Nearest come: {first.cause.title} ({_lacks(first)}); "
-        f"{second.cause.title} ({_lacks(second)}).",
+        *sources(c.trace, c.job, (case.cause.code for case in cases[:2])),
+        _filled(_measure(most, [case.cause for case in near], missing), c, place, cases[0].cause.code),
+        f"Of what a step takes longer, {grew}. {_nearest(near)}",
     )
+
+
+def _is_near(c: Comparison, case: _Case) -> bool:
+    """Whether anything speaks for it, and it could be."""
+    fits = case.cause.from_start in (None, c.from_start)
+    return fits and case.weighed > case.cause.prior and c.share(*case.claims) >= NEAR
+
+
+def _where_it_grew(c: Comparison, growth: Growth, evidence: list[Evidence]) -> Place:
+    """The link that shows it, or the ranks whose own part grew half as much as the worst one's, or more."""
+    if growth.parts == NETWORK and len(c.all_hosts) > 1 and not c.from_start:
+        return slow_link(c, evidence)
+    if growth.parts == NETWORK or "mixed" in growth.parts or c.against != "past":
+        return Place(("job",))
+    place = starved_ranks(c) if "data_wait" in growth.parts else slow_ranks(c, growth.parts, 0.5)
+    return place if place.loci else Place(("job",))
+
+
+def _grew(c: Comparison, growth: Growth, place: Place) -> str:
+    """How much of the loss it is, and on which ranks."""
+    text = f"{percent(round(c.share(*growth.parts), 2))} is {growth.title}"
+    if growth.parts == NETWORK:
+        return text if len(c.all_hosts) > 1 else f"{text}: all ranks are on one host, no network lies between them"
+    if "mixed" in growth.parts or len(c.ranks) < 2 or c.against != "past":
+        return text
+    names = [str(c.ranks[column]) for column in place.columns]
+    if len(names) > SOME:
+        return f"{text}, on {len(names)} of {len(c.ranks)} ranks"
+    ranks = f"rank{'s' if names[1:] else ''} {_listed(names)}" if names else "every rank"
+    return f"{text}, on {ranks}"
+
+
+def _nearest(near: Sequence[_Case]) -> str:
+    if not near:
+        return "No cause that is known here explains it."
+    each = "; ".join(f"{case.cause.title} ({_lacks(case)})" for case in near)
+    return f"Nearest {'come' if near[1:] else 'comes'}: {each}."
 
 
 def _lacks(case: _Case) -> str:
@@ -223,14 +265,25 @@ def _lacks(case: _Case) -> str:
     return case.veto or case.short or (lonely if not case.is_supported else "as much speaks against it")
 
 
-def next_measurement(first: Cause, second: Cause, missing: list[Row]) -> str:
-    """What is not measured and separates two causes best: the row whose weights for them differ most."""
-    rivals = " from ".join(cause.code.replace("_", " ") for cause in (first, second))
-    apart = {row.metric: abs(row.weights.get(first.code, 0) - row.weights.get(second.code, 0)) for row in missing}
-    if not apart or max(apart.values()) == 0:
-        return f"To tell {rivals}: {first.next}"
-    row = max(missing, key=lambda row: (apart[row.metric], row.metric))
-    return f"To tell {rivals}: {row.metric} is not measured. {row.advice}"
+def _measure(growth: Growth, near: Sequence[Cause], missing: list[Row]) -> str:
+    """Time in no phase only the stack of the rank explains; of all else, first what is not measured."""
+    return growth.next if "other" in growth.parts else next_measurement(near, missing) or growth.next
+
+
+def next_measurement(near: Sequence[Cause], missing: list[Row]) -> str | None:
+    """What is not measured and separates the nearest causes best, or the one from none: its weights differ most."""
+    if not near:
+        return None
+
+    def apart(row: Row) -> float:
+        first, second = ([row.weights.get(cause.code, 0.0) for cause in near] + [0.0])[:2]
+        return abs(first - second)
+
+    row = max(missing, key=lambda row: (apart(row), row.metric), default=None)
+    if row is None or not apart(row):
+        return None
+    names = " from ".join(cause.code.replace("_", " ") for cause in near)
+    return f"To tell {names if near[1:] else f'whether it is {names}'}: {row.metric} is not measured. {row.advice}"
 
 
 def _speaks(one: Evidence, cause: str) -> bool:
@@ -372,16 +425,18 @@ def _text(c: Comparison, cause: Cause, subtype: str | None, claims: tuple[str, .
 def _filled(text: str, c: Comparison, place: Place, cause: str) -> str:
     """The placeholders of a remedy, from the verdict."""
     loci, columns = place.loci, place.columns
-    host = next(
-        (locus.split(":")[1].split("/")[0] for locus in loci if locus.startswith(("nic:", "host:"))), "any host"
-    )
+    only = c.all_hosts[0] if len(c.all_hosts) == 1 else "any host"
+    host = next((locus.split(":")[1].split("/")[0] for locus in loci if locus.startswith(("nic:", "host:"))), only)
     nic = next((locus.partition("/")[2] for locus in loci if locus.startswith("nic:")), "its interface")
     rank = f"rank {c.ranks[columns[0]]}" if columns else "any rank"
     data, checkpoint = c.job.spec.data, c.job.spec.checkpoint
     saved = cause == "checkpoint_stall"
     path = (checkpoint.path if checkpoint else None) if saved else (data.path if data else None)
     path = path or ("its checkpoints" if saved else "its files")
-    for name, value in (("loader", _loader(c, columns)), ("host", host), ("nic", nic), ("rank", rank), ("path", path)):
+    gpu = "; nvidia-smi -q -d CLOCK,PERFORMANCE" if any(info.gpu for info in c.job.ranks.values()) else ""
+    for name, value in (
+        ("loader", _loader(c, columns)), ("host", host), ("nic", nic), ("rank", rank), ("path", path), ("gpu", gpu)
+    ):  # fmt: skip
         text = text.replace(f"{{{name}}}", value)
     return text
 

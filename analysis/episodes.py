@@ -342,6 +342,8 @@ def _evidence(one: Evidence, verdict: Verdict) -> dict[str, Any]:
     reading = one.reading
     supports = reading.strength > 0 if verdict.cause == "unknown" else one.weight(verdict.cause) >= 0
     document: dict[str, Any] = {"metric": one.row.metric, "subject": reading.subject}
+    if supports and reading.strength < 0 and verdict.cause != "communication_bound":
+        document["usual"] = True  # as it was: it supports by what it denies a rival
     figures = {"observed": reading.observed, "expected": reading.expected}
     document |= {name: _rounded(value) for name, value in figures.items() if not isnan(value)}
     return {**document, "unit": one.row.unit, "supports": bool(supports), "text": reading.text}

@@ -24,7 +24,7 @@ import numpy as np
 from diagnosd.analysis import bounds
 from diagnosd.analysis.compare import Comparison, Link
 from diagnosd.analysis.decompose import COMPUTE, HOST, NETWORK, PART
-from diagnosd.analysis.figures import percent, scaled, seconds
+from diagnosd.analysis.figures import digits, percent, scaled, seconds
 from diagnosd.analysis.trace import Job, Trace
 from diagnosd.point import Series
 
@@ -75,12 +75,15 @@ class Evidence:
 
 
 def collect(c: Comparison) -> tuple[list[Evidence], list[Row]]:
-    """All readings, the strongest of each row first, and the rows that yielded none and could have."""
+    """All readings, the strongest of each row first, and the rows that yielded none for want of a measurement.
+
+    Where that came, a row without a reading has nothing to read here (no quota is set): to measure it again is no use.
+    """
     found, missing = [], []
     for row in ROWS:
         readings = sorted(row.measure(c), key=lambda r: (-r.strength, r.subject))
         found += [Evidence(row, reading) for reading in readings]
-        if not readings and can_be_had(row.needs, c.job):
+        if not readings and can_be_had(row.needs, c.job) and not is_seen(row.needs, c.trace, c.job):
             missing.append(row)
     return found, missing
 
@@ -89,9 +92,15 @@ def sources(trace: Trace, job: Job, causes: Iterable[str]) -> tuple[tuple[str, .
     """Measurements that evidence rests on and that came from the job's hosts; those that these causes lack."""
     causes = tuple(causes)
     wanted = {row.needs for row in ROWS if any(row.weights.get(cause, 0) >= MATTERS for cause in causes)}
-    seen = {row.needs for row in ROWS if not trace.seen.get(row.needs, set()).isdisjoint(job.hosts)}
-    seen |= {"diagnosd_cluster"} if trace.cluster else set()
+    seen = {row.needs for row in ROWS if is_seen(row.needs, trace, job)}
     return tuple(sorted(seen)), tuple(sorted(name for name in wanted - seen if can_be_had(name, job)))
+
+
+def is_seen(measurement: str, trace: Trace, job: Job) -> bool:
+    """Whether it came from any host of the job; what the operators declare holds for all of them."""
+    if measurement == CLUSTER:
+        return trace.cluster is not None
+    return not trace.seen.get(measurement, set()).isdisjoint(job.hosts)
 
 
 def can_be_had(measurement: str, job: Job) -> bool:
@@ -163,8 +172,10 @@ def compute_of_one(c: Comparison) -> Iterator[Reading]:
     alone = grown[slow] > 0 and others < grown[slow] / 3
     how = strength(min(c.share(*COMPUTE), float(grown[slow]) / c.lost), 0.3, 0.1) if alone else -3.0
     text = f"computes {now / max(before, 1e-9):.1f} times as long, and is last in {percent(c.last[slow])} of the steps"
-    if not alone:
-        text = "no rank computes longer" if now <= 1.1 * before else "no rank alone computes longer"
+    if how <= 0 and now <= 1.1 * before:
+        text = "no rank computes longer"
+    elif not alone:
+        text = "no rank alone computes longer"
     decisive = how >= 3 and c.last[slow] >= 0.8 and now > 1.15 * before
     yield Reading(f"rank:{c.ranks[slow]}", now, before, how, text, decisive=bool(decisive))
 
@@ -198,7 +209,7 @@ def work_of_one(c: Comparison) -> Iterator[Reading]:
     how = min(strength(times[most] / others, 1.1, 0.1), strength(takes, 0.3, 0.1))
     text = f"has {times[most]:.1f} times as many samples or tokens as before"
     if times[most] <= 1.1 * others:
-        text = "no rank has more samples or tokens than the others"
+        text = "as far as its batches tell, no rank has more samples or tokens than the others"
     yield Reading(f"rank:{c.ranks[most]}", now, before, how, text, decisive=bool(how > 0 and takes >= 0.6))
 
 
@@ -245,7 +256,9 @@ def host_gap(c: Comparison) -> Iterator[Reading]:
     Where a third of a healthy step lies in no phase, phases are missing, and the rest is not the host's.
     """
     if c.expected[PART["other"]] < c.step / 3 and not c.mixed:
-        yield from _grew(c, "time outside of every phase", HOST)
+        for reading in _grew(c, "time outside of every phase", HOST):
+            one = len(c.suspects) == 1 < len(c.ranks)
+            yield replace(reading, subject=f"rank:{c.ranks[c.suspects[0]]}" if one else "job")
 
 
 def from_the_start(c: Comparison) -> Iterator[Reading]:
@@ -723,8 +736,14 @@ def against_bound(c: Comparison) -> Iterator[Reading]:
     if least is None:
         return
     now = float(c.observed[PART["transfer"]])
-    text = f"the declared fabric would need {seconds(least)} a step, the transfer takes {now / least:.1f} times that"
+    text = (
+        f"the declared fabric would need {seconds(least)} a step, the transfer takes {_times(now / least)} times that"
+    )
     yield Reading("job", now, least, strength(now / least, bounds.HEALTHY, 0.4), text)
+
+
+def _times(factor: float) -> str:
+    return digits(float(f"{factor:.2g}"))
 
 
 def is_beyond_bound(c: Comparison, times: float = bounds.HEALTHY) -> bool:
@@ -751,7 +770,7 @@ DECLARE = "Declare the fabric in a cluster.toml ([fabric] kind, rate_gbps, inter
 ADVICE = {
     "diagnosd_step": "Start the job with `diagnosd run`, so that the probe times its phases and collectives.",
     "diagnosd_socket": "Start the job with `diagnosd run`, so that the probe looks at its ranks' connections.",
-    "diagnosd_process": "Let the probe report the rank's process (diagnosd_process): it needs Linux's /proc.",
+    "diagnosd_process": "Start the job with `diagnosd run`, where there is a /proc: the probe looks at its processes.",
     "diagnosd_nccl": "Set NCCL_DEBUG=INFO, so that NCCL tells its transport.",
     "diagnosd_cluster": DECLARE,
     **dict.fromkeys(("net", "pressure", "cpu", "diskio"), _AGENT),
@@ -800,7 +819,7 @@ ROWS = (
     Row("disk wait", "storage", "ms", disk_wait, {STARVATION: 0.5, CHECKPOINT: 0.5}, "diskio", True),
     Row("sleep in the kernel", "storage", "", uninterruptible,
         {STARVATION: 0.5, CHECKPOINT: 0.5}, PROCESS, True),
-    Row("prefetch queue", "loader", "share", queue_empty, {STARVATION: 1}, STEP),
+    Row("prefetch queue empty", "loader", "share", queue_empty, {STARVATION: 1}, STEP),
     Row("loader CPU", "loader", "share", loader_busy, {STARVATION: 0.7}, PROCESS, True),
     Row("interface", "inventory", "bytes/s", wrong_interface,
         {TOPOLOGY: 1, NETWORK_CAUSE: -0.5}, CLUSTER, True),

@@ -62,7 +62,11 @@ _SOURCES: Mapping[str, str] = {
     "diagnosd_nccl": "NCCL's log",
     "diagnosd_cluster": "cluster.toml",
 }
-_REFERENCE = {"past": "before", "peers": "at its peers", "model": "by the model"}
+_REFERENCE = {"past": "before", "peers": "at its peers", "model": "by a bound"}
+_BOUND = {
+    "data_starvation": "without the wait for data",
+    "topology_misconfiguration": "on the declared fabric",
+}
 _OWNER = {"job": "the job's owner", "config": "whoever configured it", "node": "the node's owner"}
 _SEVERITY = {"info": "information"}
 
@@ -109,7 +113,7 @@ def verdict(document: Document) -> list[Line]:
     lines += _field("slower", _slowdown(document))
     lines += _field("when", _when(document))
     lines += _field("cost", _cost(document))
-    lines += _field("certainty", _certainty(document))
+    lines += _field("state" if document.get("cause") == "unknown" else "certainty", _certainty(document))
     lines += _field("hardware", "; ".join(_asset(_mapping(a)) for a in _sequence(document.get("assets"))))
     lines += _evidence([_mapping(e) for e in _sequence(document.get("evidence"))])
     lines += _unopposed(document)
@@ -346,6 +350,7 @@ def _slowdown(document: Document) -> str:
     if step is not None:
         text += f": {seconds(step * slowdown)} a step instead of {seconds(step)}"
         source = _REFERENCE.get(_string(baseline, "from"))
+        source = _BOUND.get(_string(document, "cause"), source) if source == _REFERENCE["model"] else source
         text += f" {source}" if source else ""
     return text
 
@@ -385,7 +390,7 @@ def _cost(document: Document) -> str:
 
 
 def _certainty(document: Document) -> str:
-    confidence = _number(document, "confidence")
+    confidence = _number(document, "confidence") if document.get("cause") != "unknown" else None
     severity, owner = _string(document, "severity"), _string(document, "owner")
     severity = _SEVERITY.get(severity, severity)
     parts = [
@@ -408,17 +413,16 @@ def _asset(asset: Document) -> str:
 
 
 def _evidence(rows: Sequence[Document]) -> list[Line]:
-    """A table: + speaks for the verdict, - against it."""
+    """A table: + speaks for the verdict, - against it, = is as it was, and so against its rivals."""
     if not rows:
         return []
     lines: list[Line] = [(), _row("  evidence", "where", "observed", "expected", role="label")]
     for row in sorted(rows, key=lambda r: r.get("supports") is False):
         unit, against = _string(row, "unit"), row.get("supports") is False
         observed, expected = (figure(row.get(key), unit) for key in ("observed", "expected"))
-        mark = f"{'-' if against else '+'} {_string(row, 'metric')}"
-        lines.append(
-            _row(mark, place(_string(row, "subject")), observed, expected, role="against" if against else "for")
-        )
+        mark, role = ("-", "against") if against else ("=", "quiet") if row.get("usual") is True else ("+", "for")
+        what = f"{mark} {_string(row, 'metric')}"
+        lines.append(_row(what, place(_string(row, "subject")), observed, expected, role=role))
         lines += [(Span(f"    {part}", "quiet"),) for part in _wrap(_string(row, "text"), WIDTH - 4)]
     return lines
 
@@ -440,13 +444,12 @@ def _row(what: str, where: str, observed: str, expected: str, role: str) -> Line
 
 
 def _rivals(rows: Sequence[Document]) -> list[Line]:
+    """Why each lost. Its probability is its own, and of several they add up to nothing: only programs are told it."""
     if not rows:
         return []
     lines: list[Line] = [(), (Span("  instead of", "label"),)]
     for row in rows:
-        confidence = _number(row, "confidence")
-        sure = f", {percent(round(confidence, 2))}" if confidence is not None else ""
-        head, text = f"{words(_string(row, 'cause'))}{sure}", _string(row, "text")
+        head, text = words(_string(row, "cause")), _string(row, "text")
         wrapped = _wrap(f"{head}: {text}" if text else head, WIDTH - 4)
         lines += [(Span("  " if n == 0 else "    "), Span(part)) for n, part in enumerate(wrapped)]
     return lines

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diagnosd.analysis.causes import CAUSES, RIVALS
+from diagnosd.analysis.causes import CAUSES, GROWTHS, RIVALS
 from diagnosd.analysis.classify import SUREST, Verdict, classify, next_measurement
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import OWN, PARTS
@@ -553,6 +553,60 @@ def test_unknown_says_what_each_of_the_nearest_lacks() -> None:
     assert "% of the loss)" in short.text
 
 
+def test_every_part_of_a_step_has_one_name_by_which_unknown_tells_that_it_grew() -> None:
+    assert sorted(part for growth in GROWTHS for part in growth.parts) == sorted(PARTS)
+
+
+IDLE = {"other": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "loci", "who"),
+    [(({}, IDLE), ("rank:1", "host:b"), "on rank 1."), ((IDLE, IDLE), ("job",), "on every rank.")],
+)
+def test_unknown_says_which_part_of_the_step_grew_and_on_which_ranks(
+    of_ranks: tuple[Times, ...], loci: tuple[str, ...], who: str
+) -> None:
+    (verdict,) = classify(compared(IDLE, of_ranks=of_ranks))
+    assert (verdict.cause, verdict.loci) == ("unknown", loci)
+    assert verdict.text.startswith(f"Of what a step takes longer, 100 % is time outside of every phase, {who}")
+    assert "py-spy dump" in verdict.next
+
+
+def test_unknown_says_that_no_network_lies_between_ranks_of_one_host() -> None:
+    (verdict,) = classify(compared({"transfer": 0.5}, hosts=("a", "a")))
+    assert "no network lies between them" in verdict.text
+
+
+def test_a_cause_that_explains_nothing_of_the_loss_is_not_near() -> None:
+    (verdict,) = classify(compared({"transfer": 0.5}, hosts=("a", "a"), empty=np.full(2, 1.0)))
+    assert any(one.row.metric == "prefetch queue empty" and one.reading.strength > 0 for one in verdict.evidence)
+    assert verdict.text.endswith("No cause that is known here explains it.")
+
+
+def test_what_was_seen_and_has_nothing_to_read_is_not_asked_for() -> None:
+    """A machine without a quota tells none, however often one measures."""
+    tags = {"job": "train", "host": "a", "rank": "0"}
+    seen = point("diagnosd_process", tags, {"rss": 10**9}, T0 + 61 * 10**9)
+    rows = {row.metric: row.needs for row in collect(compared({"transfer": 0.5}, seen))[1]}
+    assert "CPU quota" not in rows
+    assert "diagnosd_process" not in rows.values()
+    assert "CPU pressure" in rows
+
+
+def test_a_fabric_that_was_declared_is_not_asked_for() -> None:
+    declared = point("diagnosd_cluster", {"cluster": "lab"}, {"spec": DECLARED}, T0 + 9)
+    _, missing = collect(compared({"transfer": 0.5}, declared))
+    assert "diagnosd_cluster" not in {row.needs for row in missing}
+
+
+def test_a_job_without_a_gpu_is_not_asked_what_its_gpu_does() -> None:
+    quota = shown("diagnosd_process", "throttled", 0.0, 0.01, job="train", host="b", rank="1")
+    (verdict,) = classify(compared(SLOW, *quota, of_ranks=({}, SLOW), last=(0, 1)))
+    assert verdict.cause == "straggler"
+    assert "nvidia" not in verdict.next
+
+
 def test_two_causes_of_different_parts_are_both_named() -> None:
     starved = {"data_wait": 0.3}
     points = [*talk("a", 0, 1), *shown("diagnosd_socket", "rtt", 0.0024, 0.0139, **socket("a", 0, 1))]
@@ -563,7 +617,8 @@ def test_two_causes_of_different_parts_are_both_named() -> None:
 
 def test_the_next_measurement_is_the_one_that_separates_the_two_best() -> None:
     rows = [row for row in ROWS if row.metric in ("CPU quota", "disk wait")]
-    text = next_measurement(CAUSES["straggler"], CAUSES["host_stall"], rows)
+    text = next_measurement([CAUSES["straggler"], CAUSES["host_stall"]], rows)
+    assert text is not None
     assert "CPU quota" in text
     assert "disk" not in text
 

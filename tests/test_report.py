@@ -155,6 +155,26 @@ def test_a_live_line_says_behind_a_long_name_what_it_has_to_say() -> None:
     assert report.width(line) == report.WIDTH - 1
 
 
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [("data_starvation", "without the wait for data"), ("topology_misconfiguration", "on the declared fabric")],
+)
+def test_a_reference_that_is_a_bound_says_which(cause: str, said: str) -> None:
+    document = {"cause": cause, "slowdown": 2.0, "baseline": {"step_s": 0.1, "from": "model"}}
+    assert report.sentence(document).endswith(f"2 x: 200 ms a step instead of 100 ms {said}")
+
+
+def test_how_sure_is_told_of_a_cause_and_of_nothing_else() -> None:
+    rival = {"cause": "host_stall", "confidence": 0.35, "text": "no rank computes longer"}
+    named, unknown = (
+        report.plain(report.verdict({"cause": cause, "confidence": 0.82, "state": "resolved", "alternatives": [rival]}))
+        for cause in ("straggler", "unknown")
+    )
+    assert "82 %, resolved" in named
+    assert "%" not in unknown
+    assert "host stall: no rank computes longer" in named
+
+
 def test_a_name_cannot_reach_the_terminal_as_a_control_sequence() -> None:
     text = report.plain(report.verdict({"cause": "straggler", "locus": ["host:n1\x1b[2J\r\nroot"], "job": "a\u202eb"}))
     assert not {"\x1b", "\r", "\u202e"} & set(text)
