@@ -2,12 +2,14 @@
 
 A kernel's queue of a SEQPACKET socket holds some 160 step messages. When 64 more wait here the oldest goes, and the
 number it would have had is left out. The agent may come, die and return: a new connection is tried at most once a
-second and begins with a hello.
+second and begins with a hello. A job may close every file that it does not know and open its own under their numbers:
+before it is used or closed, the socket's number is seen to stand for the socket still.
 
 Used by the watching thread; by the training thread only at exit, and for the first hello.
 """
 
 import errno
+import os
 import socket
 import threading
 import time
@@ -34,6 +36,7 @@ class Sender:
         self._waiting: Deque[Callable[[int], bytes]] = deque()
         self._one_at_a_time = threading.RLock()
         self._socket: Optional[socket.socket] = None
+        self._identity: Optional[os.stat_result] = None  # of the file that is our socket
         self._tried = -RECONNECT_SECONDS
 
     def send(self, message: Callable[[int], bytes]) -> None:
@@ -49,6 +52,8 @@ class Sender:
     def flush(self) -> None:
         """Connect where there is no connection and send what waits, as far as the kernel takes it at once."""
         with self._one_at_a_time:
+            if self._socket is not None and not self._is_ours(self._socket):
+                self._lose()
             if self._socket is None and time.monotonic() - self._tried >= RECONNECT_SECONDS:
                 self._connect()
             while self._socket is not None and self._waiting:
@@ -58,7 +63,7 @@ class Sender:
     def introduce(self) -> None:
         """Say hello again on the standing connection: what it tells has changed."""
         with self._one_at_a_time:
-            if self._socket is not None:
+            if self._socket is not None and self._is_ours(self._socket):
                 self._say_hello(self._socket)
 
     def close(self) -> None:
@@ -67,9 +72,19 @@ class Sender:
         self._lose()
 
     def _lose(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            if self._is_ours(connection):
+                connection.close()
+            else:
+                connection.detach()
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        try:
+            now = os.fstat(connection.fileno())
+        except OSError:  # closed, and its number not taken yet
+            return False
+        return self._identity is not None and os.path.samestat(now, self._identity)
 
     def _connect(self) -> None:
         self._tried = time.monotonic()
@@ -80,6 +95,7 @@ class Sender:
         connection.setblocking(False)
         try:
             connection.connect(self.path)
+            self._identity = os.fstat(connection.fileno())
         except OSError:  # nobody listens, or its backlog is full: the next second will do
             connection.close()
             return

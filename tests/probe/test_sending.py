@@ -67,6 +67,29 @@ def test_a_new_agent_gets_a_hello_and_no_message_twice(
     assert second.hears(lambda agent: told(agent.packets) == ["hello", 2, 3])
 
 
+def test_a_job_that_closes_our_socket_and_opens_its_own_under_the_number_keeps_it_and_gets_nothing_of_ours(
+    start_agent: Callable[..., Agent], speaker: sender.Sender, tmp_path: Path
+) -> None:
+    agent = start_agent(tmp_path / "probe.sock")
+    send(speaker, 1)
+    speaker.flush()
+    assert speaker._socket is not None
+    ours = speaker._socket.fileno()
+    theirs, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, other:
+        os.dup2(theirs.fileno(), ours)
+        send(speaker, 2)
+        speaker.introduce()
+        speaker.flush()
+        reconnect(speaker)
+        assert agent.hears(lambda agent: told(agent.packets) == ["hello", 1, "hello", 2])
+        assert os.path.samestat(os.fstat(ours), os.fstat(theirs.fileno()))
+        os.close(ours)
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(65536)
+
+
 def test_of_what_nobody_reads_the_newest_64_are_kept_and_the_rest_is_missing_from_the_numbers(
     start_agent: Callable[..., Agent], speaker: sender.Sender, tmp_path: Path
 ) -> None:
