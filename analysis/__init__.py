@@ -14,6 +14,7 @@ from typing import Any
 
 from diagnosd.analysis import summary
 from diagnosd.analysis.baseline import ENTER
+from diagnosd.analysis.episodes import outline
 from diagnosd.analysis.ledger import Ledger
 from diagnosd.analysis.order import Order
 from diagnosd.analysis.trace import Job, Trace
@@ -66,7 +67,8 @@ class Analysis:
         watch = self.watches.get(name)
         judged = (watch.judged, watch.judged_s) if watch else (0, 0.0)
         missed = {host: each for (job, host), each in self.order.missed.items() if job == name}
-        return summary.of_job(self.trace, self.ledger, name, judged, missed)
+        brief = [outline(each) for each in watch.episodes.brief()] if watch else []
+        return summary.of_job(self.trace, self.ledger, name, judged, missed, brief)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Of each job, for a live line: `steps`, `step_s`, `still_s`, and the causes suspected or told (`open`)."""

@@ -70,6 +70,12 @@ def gain(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> fl
     return float(np.clip(saved / max(c.step * c.slowdown, 1e-9), 0.0, 1.0))
 
 
+def waited(c: Comparison) -> float:
+    """Share of the loss that the ranks spent in communication: what each of them did not spend in work of its own."""
+    grown = (c.own_observed - c.own_expected).sum(axis=1)
+    return 1.0 - float(np.clip(grown / max(c.lost, 1e-9), 0.0, 1.0).mean())
+
+
 def _only(grown: Floats, columns: tuple[int, ...]) -> Floats:
     """The growth [C,R] of these columns; of all where none is named."""
     if not columns:

@@ -46,6 +46,7 @@ REPLACED = 10  # and before a confirmed cause gives way to another: evidence wav
 SUPERSEDED = 3  # unknown gives way sooner: any cause is better
 REJOIN_S = 900.0  # diagnosis.md 2.6: re-opening within 15 min joins the old episode
 REPEAT_S = 60.0  # figures alone are told again once a minute
+BRIEF = 8  # of the slowdowns that were too short for a cause, those that cost most are kept
 
 # By rate of loss, GPU-hours per hour, as in diagnosis.md 2.6: below 1 and mild nobody acts; 64 is as if eight machines
 # stood still. There a slowdown of 30 % is high at any size; here it makes a ticket and wakes nobody: of two GPUs it is
@@ -94,6 +95,7 @@ class Episode:
     gain: float = 0.0
     ranks: int = 0
     share: float = 1.0  # of the loss of its cycles, where several causes share it
+    waited: float = 0.0  # share of the loss that ranks spent waiting for others, or for bytes
     counted: int = 0  # cycles before this number are in the sums
     told: dict[str, Any] = field(default_factory=dict)
     told_at: int = 0
@@ -116,6 +118,7 @@ class Episodes:
     def __init__(self, cluster: str, job: str) -> None:
         self.cluster, self.job = cluster, job
         self.all: list[Episode] = []
+        self._brief: list[Episode] = []
 
     def open(self, origin: str) -> list[Episode]:
         return [e for e in self.all if e.is_open and e.origin == origin]
@@ -184,8 +187,7 @@ class Episodes:
             return
         least_steps, least_s = (UNKNOWN_STEPS, UNKNOWN_S) if unknown else (PERSIST_STEPS, PERSIST_S)
         lasted = steps >= least_steps and now - episode.start >= least_s * 1e9
-        least = max(CAUSES["unknown"].least, UNKNOWN_SCATTER * episode.scatter)
-        cheap = unknown and episode.slowdown < 1 + least
+        cheap = unknown and _is_cheap(episode)
         if not (lasted or at_once) or cheap or self._explained(episode):
             return
         former = next((e for e in reversed(self.all) if _joins(e, episode, now)), None)
@@ -215,6 +217,17 @@ class Episodes:
         episode.end = max(end, episode.start)
         if not was_told:
             self.all.remove(episode)
+            if _lasted(episode):
+                self._brief = sorted([*self._brief, episode], key=lambda e: -e.lost)[:BRIEF]
+
+    def brief(self) -> list[Episode]:
+        """Slowdowns that ended, or may have ended with the job, before they had lasted long enough for a verdict.
+
+        As long, and at such a cost, that a cause would have been told if there had been one; and nothing that is told.
+        """
+        over = [*self._brief, *(e for e in self.all if e.state == "suspected" and _lasted(e))]
+        told = [e for e in self.all if e.state in ("confirmed", "resolved", "withdrawn")]
+        return [e for e in over if not any(_meet(e, other) for other in told)]
 
     def latent(self, origin: str, verdict: Verdict, attempt: int) -> None:
         """A finding that costs nothing now: told once, and an alert never."""
@@ -289,6 +302,20 @@ class Episodes:
         return sha256(repr(about).encode()).hexdigest()[:12]
 
 
+def outline(episode: Episode) -> dict[str, Any]:
+    """Of a slowdown that was too short for a verdict, the keys of one that can be said; no `end` while it goes on."""
+    end = {"end": rfc3339(episode.end)} if episode.end is not None else {}
+    return {
+        "start": rfc3339(episode.start),
+        **end,
+        "slowdown": round(episode.slowdown, 3),
+        "lost_gpu_seconds": round(episode.lost, 1),
+        "baseline": {"step_s": round(episode.step, 4), "from": reference(episode.origin)},
+        "locus": list(episode.verdict.loci),
+        "text": episode.verdict.text,
+    }
+
+
 # What makes a new revision at once.
 _NEWS = ("state", "severity", "subtype", "locus", "end")
 
@@ -308,6 +335,21 @@ def _sharpens(new: Verdict, old: Verdict) -> bool:
     """Whether it says as much of the place, or more, or something else; not less: evidence wavers."""
     places, known = set(new.loci), set(old.loci)
     return places <= known or places.isdisjoint(known)
+
+
+def _is_cheap(episode: Episode) -> bool:
+    """Whether it is too little to be told without a cause."""
+    return episode.slowdown < 1 + max(CAUSES["unknown"].least, UNKNOWN_SCATTER * episode.scatter)
+
+
+def _lasted(episode: Episode) -> bool:
+    """Whether a slowdown against the job's past has lasted for long enough to be one, and cost something."""
+    is_long = episode.counted - episode.row >= PERSIST_STEPS and episode.observed >= PERSIST_S
+    return episode.origin == "past" and is_long and not _is_cheap(episode)
+
+
+def _meet(a: Episode, b: Episode) -> bool:
+    return (b.end is None or a.start < b.end) and (a.end is None or b.start < a.end)
 
 
 def _joins(former: Episode, episode: Episode, now: int) -> bool:

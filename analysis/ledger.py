@@ -5,16 +5,17 @@ Until the start of its first step that is `init`; between steps and after the la
 `unobserved`; from the end of one attempt, or run, to the first sign of the next, `restart`. A step divides into what it
 says itself: `checkpoint`, `eval`, exposed communication, and the rest.
 
-Diagnoses then claim what they cost out of these, in the order that DRAWS gives. What they claim beyond what was there
-makes `unexplained` negative: it shows, it is not hidden. What is left of communication and the rest is called
-`communication_by_design` and `other_by_design`, because no diagnosis speaks against it. Without a performance model
-nobody knows which part of it was model FLOPs at peak: `useful` and `kernel_inefficiency` stay 0 rather than guessed,
-and so does `rolled_back`, for which the steps since the last checkpoint would have to be known.
+Diagnoses then claim what they cost out of the classes in which each rank spent it: what makes one rank late is the
+waiting of the others, in their communication. What they claim beyond what was there makes `unexplained` negative: it
+shows, it is not hidden. What is left of communication and the rest is called `communication_by_design` and
+`other_by_design`, because no diagnosis speaks against it. Without a performance model nobody knows which part of it was
+model FLOPs at peak: `useful` and `kernel_inefficiency` stay 0 rather than guessed, and so does `rolled_back`, for which
+the steps since the last checkpoint would have to be known.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diagnosd.analysis.steps import LONGEST_S, SOURCES
 
@@ -33,20 +34,12 @@ CLASSES = (
 )  # fmt: skip
 
 _COMM, _OTHER = "communication_by_design", "other_by_design"
-# Where the time a cause costs was booked before: what hits all ranks alike shows where it happens, what hits one shows
-# as the waiting of the others, in their communication.
+# Where a rank's own time that a cause cost was booked before, in this order; that in which it waited for others, or for
+# bytes, was communication.
+_OWN, _WAITED = (_OTHER, _COMM), (_COMM, _OTHER)
 DRAWS: Mapping[str, tuple[str, ...]] = {
-    "network_congestion": (_COMM, _OTHER),
-    "topology_misconfiguration": (_COMM, _OTHER),
-    "link_fault": (_COMM, _OTHER),
-    "straggler": (_COMM, _OTHER),
-    "throttling": (_OTHER, _COMM),
-    "workload_imbalance": (_COMM, _OTHER),
-    "data_starvation": (_OTHER, _COMM),
-    "host_stall": (_OTHER, _COMM),
-    "checkpoint_stall": ("checkpoint", _OTHER, _COMM),
+    "checkpoint_stall": ("checkpoint", *_OWN),
     "hang": ("unobserved", _COMM, _OTHER),
-    "unexplained": (_OTHER, _COMM),
 }
 
 SERIES = 1 << 17  # whose accounts are remembered; containers come and go, and their names with them
@@ -57,6 +50,19 @@ _WHOLE_STEP: Mapping[object, str] = {
     "checkpoint": "checkpoint",
     "compile": "init",
 }  # by the step's kind
+
+
+class Claim(NamedTuple):
+    """What a cause cost, GPU-ns: of the ranks' own time, and of communication, in which the others waited."""
+
+    own: int
+    waited: int
+
+    def plus(self, more: Claim) -> Claim:
+        return Claim(self.own + more.own, self.waited + more.waited)
+
+
+NOTHING = Claim(0, 0)
 
 
 class _Rank:
@@ -139,8 +145,8 @@ class _Account:
     def __init__(self) -> None:
         self.ranks: dict[str, _Rank] = {}
         self.booked = dict.fromkeys(CLASSES, 0)
-        self.claims: Mapping[str, int] = {}
-        self.settled: dict[str, int] = {}
+        self.claims: Mapping[str, Claim] = {}
+        self.settled: dict[str, Claim] = {}
 
     @property
     def gpu_ns(self) -> int:
@@ -162,8 +168,10 @@ class _Account:
         for rank in self.ranks.values():
             classes["unobserved" if rank.stepped else "init"] += rank.seen - rank.until
         for cause in sorted({*self.claims, *self.settled}):
-            claimed = self.claims.get(cause, 0) + self.settled.get(cause, 0)
-            _draw(classes, "unexplained" if cause == "unknown" else cause, claimed)
+            claim = self.claims.get(cause, NOTHING).plus(self.settled.get(cause, NOTHING))
+            name = "unexplained" if cause == "unknown" else cause
+            _draw(classes, name, claim.waited, _WAITED)
+            _draw(classes, name, claim.own, DRAWS.get(cause, _OWN))
         return classes
 
 
@@ -197,17 +205,17 @@ class Ledger:
                 else:
                     rank.step(point, source)
 
-    def claim(self, job: str, claims: Mapping[str, int]) -> None:
-        """What the diagnoses of this job cost so far, GPU-ns by cause; replaces what was claimed before."""
+    def claim(self, job: str, claims: Mapping[str, Claim]) -> None:
+        """What the diagnoses of this job cost so far, by cause; replaces what was claimed before."""
         if job in self._accounts:
-            self._accounts[job].claims = {cause: ns for cause, ns in claims.items() if cause in _CLAIMABLE}
+            self._accounts[job].claims = {cause: claim for cause, claim in claims.items() if cause in _CLAIMABLE}
 
     def settle(self, job: str) -> None:
         """Whoever diagnosed this job has forgotten it: what was claimed stands, and later claims come on top."""
         account = self._accounts.get(job)
         if account is not None:
-            for cause, ns in account.claims.items():
-                account.settled[cause] = account.settled.get(cause, 0) + ns
+            for cause, claim in account.claims.items():
+                account.settled[cause] = account.settled.get(cause, NOTHING).plus(claim)
             account.claims = {}
 
     def steps(self, job: str) -> int:
@@ -260,10 +268,10 @@ class Ledger:
 _CLAIMABLE = {*CAUSES, "unknown"}  # communication_bound is by design: it claims nothing
 
 
-def _draw(classes: dict[str, int], cause: str, claimed: int) -> None:
+def _draw(classes: dict[str, int], cause: str, claimed: int, sources: tuple[str, ...]) -> None:
     """Move `claimed` ns to the cause from where they were booked."""
     left = max(0, claimed)
-    for source in DRAWS[cause]:
+    for source in sources:
         part = min(left, classes[source])
         classes[source] -= part
         classes[cause] += part

@@ -7,8 +7,9 @@ Lines of at most 80 columns, good without colour: a line is a tuple of spans, an
 Of a job's part of the summary, besides `steps`, `gpu_ns` and `ledger_ns`, these keys are told where they are present:
 `ranks` (how many), `world` (how many there should be), `hosts` (names), `start`, `end` (RFC 3339), `step_s` and
 `step_p95_s` (median and 95th percentile), `sources`, `missing` (names of measurements), `observed` (share of the job's
-GPU time of which its ranks told) and `gaps` (what is known of the rest: `subject`, `start`, `text`, `count`). Beside
-the jobs, `earlier` is the sum of those whose parts are no longer kept.
+GPU time of which its ranks told), `gaps` (what is known of the rest: `subject`, `start`, `text`, `count`) and `brief`
+(slowdowns too short for a verdict, in the keys of one). Beside the jobs, `earlier` is the sum of those whose parts are
+no longer kept.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def whole(documents: Sequence[Document], summary: Document) -> list[Line]:
     for document in sorted(notes, key=_by_cost):
         lines += [*verdict(document), ()]
     for name, job in jobs.items():
-        lines += [*account(name, _mapping(job)), *(_unseen(_mapping(job)) if name in troubled else ()), ()]
+        more = (*_brief(_mapping(job), "besides"), *_unseen(_mapping(job))) if name in troubled else ()
+        lines += [*account(name, _mapping(job)), *more, ()]
     lines += [*_earlier(_mapping(summary.get("earlier"))), ()] if "earlier" in summary else []
     if not jobs:
         lines += [*_nothing_seen(), ()]
@@ -137,12 +139,17 @@ def no_finding(name: str, job: Document, *, noted: bool = False) -> list[Line]:
     steps, found = _number(job, "steps") or 0, "No slowdown" if noted else "Nothing"
     if not steps:
         lines = _title(f"No step of job {name} was seen: nothing can be said about its speed")
+    elif brief := [_mapping(each) for each in _sequence(job.get("brief"))]:
+        lasted = sum(filter(None, map(_lasted, brief)))
+        long = f" for {seconds(lasted)}" if lasted else ""
+        lines = _title(f"Job {name} was slower{long}, too short a time for a verdict", "against")
     elif _too_short(job):
         lines = _title(f"Too little of job {name} could be judged: nothing can be said about its speed", role="against")
     elif _in_part(job):
         lines = _title(f"{found} found in what was seen of job {name}", role="against")
     else:
         lines = _title(f"{found} found in {'the judged part of ' if _judged(job) else ''}job {name}", role="good")
+    lines += _brief(job, "slower")
     lines += _field("watched", _watched(job))
     lines += _field("judged", _judged(job))
     lines += _unseen(job)
@@ -156,6 +163,20 @@ def no_finding(name: str, job: Document, *, noted: bool = False) -> list[Line]:
             "next", "Does the script import torch, and reach its first optimizer step? Does the probe reach it?"
         )
     return lines
+
+
+def _brief(job: Document, label: str) -> list[Line]:
+    """What lasted too short a time for a verdict."""
+    lines: list[Line] = []
+    for each in map(_mapping, _sequence(job.get("brief"))):
+        said = ", ".join(part for part in (_slowdown(each), _when(each), _cost(each)) if part)
+        lines += _field(label, f"{said}. {_string(each, 'text')}")
+    return lines
+
+
+def _lasted(document: Document) -> float | None:
+    start, end = _time(document.get("start")), _time(document.get("end"))
+    return (end - start).total_seconds() if start and end else None
 
 
 def _too_short(job: Document) -> bool:

@@ -27,12 +27,17 @@ LATE = "points came when their time had been judged: its clock was set back, or 
 
 
 def of_job(
-    trace: Trace, ledger: Ledger, name: str, judged: tuple[int, float], missed: Mapping[str, Missed]
+    trace: Trace,
+    ledger: Ledger,
+    name: str,
+    judged: tuple[int, float],
+    missed: Mapping[str, Missed],
+    brief: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """`step_s` and `step_p95_s` are over the steps kept (the last 2,000), of the rank in the middle.
 
     `judged`: how many steps were held against the job's own past, and the seconds that they took. `missed`: what came
-    of it and was not used, by host.
+    of it and was not used, by host. `brief`: slowdowns that were too short for a verdict.
     """
     part: dict[str, Any] = {
         "steps": ledger.steps(name),
@@ -45,6 +50,7 @@ def of_job(
     part |= {"attempt": job.attempt, "ranks": len(job.ranks), "world": job.world, "hosts": list(job.hosts)}
     part |= {"start": rfc3339(job.first), "end": rfc3339(job.last)}
     part["judged"], part["judged_s"] = judged[0], round(judged[1], 3)
+    part |= {"brief": brief} if brief else {}
     durations = _durations(job.steps())
     if durations.size:
         part["step_s"] = float(np.median(durations))

@@ -19,11 +19,12 @@ from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
 from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints, Save
 from diagnosd.analysis.classify import Verdict, by_design, classify, present
 from diagnosd.analysis.compare import RECENT, Comparison, Past, compare, past
-from diagnosd.analysis.cost import gain, price, price_saves
+from diagnosd.analysis.cost import gain, price, price_saves, waited
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
 from diagnosd.analysis.history import History, of_those_heard
+from diagnosd.analysis.ledger import NOTHING, Claim
 from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, Slowdown
 from diagnosd.analysis.trace import Job, Trace
 
@@ -42,6 +43,7 @@ EARLY, EARLY_S = 100, 30.0
 APART = 1.25  # by how much a rank's compute must exceed its peers'; alike machines differ by 1 % (diagnosis.md 1.2)
 COSTLY = 0.10  # and what that must cost, of the step
 ALWAYS_LAST = 0.8  # and in what share of the steps the others must wait for it
+FOLLOWS = "Most of it follows the save itself, in no phase: copying, flushing, uploading."
 # Medians of 30 rows scatter by a tenth of a threshold and more: what is told stays so down to this share of it.
 STAYS = 0.8
 
@@ -109,13 +111,15 @@ class Watch:
             "open": suspects,
         }
 
-    def claims(self) -> dict[str, int]:
-        """GPU-nanoseconds that each confirmed cause has cost, for the ledger."""
-        claims: dict[str, int] = {}
+    def claims(self) -> dict[str, Claim]:
+        """What each confirmed cause has cost, for the ledger, and what was too short to have one."""
+        claims: dict[str, Claim] = {}
         for episode in self.episodes.all:
             if episode.state in ("confirmed", "resolved"):
                 cause = episode.verdict.cause
-                claims[cause] = claims.get(cause, 0) + max(0, round(episode.lost * 1e9))
+                claims[cause] = claims.get(cause, NOTHING).plus(_claim(episode))
+        for episode in self.episodes.brief():
+            claims["unknown"] = claims.get("unknown", NOTHING).plus(_claim(episode))
         return claims
 
     def _end(self, at: int) -> None:
@@ -358,10 +362,13 @@ class Watch:
         comparison = self._compare("past", before, self._kept(numbers))
         if comparison is None or first is None or before is None:
             return
-        verdicts = [verdict for verdict in classify(comparison) if verdict.cause == "checkpoint_stall"]
+        whole = comparison if self.slowdown else _with_what_follows(comparison)
+        verdicts = [verdict for verdict in classify(whole) if verdict.cause == "checkpoint_stall"]
+        if comparison.excess("checkpoint") < 0.5 * whole.excess("checkpoint"):
+            verdicts = [replace(verdict, text=f"{verdict.text} {FOLLOWS}") for verdict in verdicts]
         found = [Found(verdict, first.start, first.number, first.step) for verdict in verdicts]
         for episode in self.episodes.observe("checkpoint", found, self.attempt):
-            episode.step, episode.ranks = reference.step, self.job.world
+            episode.step, episode.ranks, episode.waited = reference.step, self.job.world, waited(whole)
             price_saves(episode, saves.run, float(before.parts.sum()))
             lost = episode.observed - episode.expected
             if len(saves.run) > 1 or lost >= max(LARGE_STEPS * reference.step, LARGE_S):
@@ -384,7 +391,7 @@ class Watch:
             episode.ranks = self.job.world
             episode.share = share / sum(shares) if len(named) > 1 else 1.0
             price(episode, self.baseline, numbers, reference)
-            episode.gain = gain(episode.verdict, c, self.history, numbers)
+            episode.gain, episode.waited = gain(episode.verdict, c, self.history, numbers), waited(c)
             self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 
     # -- information, and no progress --------------------------------------------------------------------------------
@@ -427,3 +434,27 @@ def _beside_peers(c: Comparison, slow: int) -> Comparison:
     expected = c.observed.copy()
     expected[[PART[name] for name in COMPUTE]] -= np.maximum(c.own_observed[slow, columns] - own[slow, columns], 0)
     return replace(c, expected=np.maximum(expected, 0), own_expected=own)
+
+
+def _claim(episode: Episode) -> Claim:
+    lost = max(0, round(episode.lost * 1e9))
+    waited = round(episode.waited * lost)
+    return Claim(lost - waited, waited)
+
+
+def _with_what_follows(c: Comparison) -> Comparison:
+    """The same of steps with a checkpoint, where what the rank that saves does in no phase is saving too.
+
+    It copies, flushes or uploads what it wrote; a rank that saves nothing is in no phase because it waits for that, as
+    at a barrier. Not while plain steps take longer than they did: then what follows is theirs.
+    """
+    saving, other = OWN.index("checkpoint"), OWN.index("other")
+    saves = c.own_observed[:, saving] > 0
+    own, observed = c.own_observed.copy(), c.observed.copy()
+    more = np.maximum(own[:, other] - c.own_expected[:, other], 0)
+    own[:, other] -= more
+    own[saves, saving] += more[saves]
+    grown = max(observed[PART["other"]] - c.expected[PART["other"]], 0.0)
+    observed[PART["other"]] -= grown
+    observed[PART["checkpoint"]] += grown
+    return replace(c, observed=observed, own_observed=own)

@@ -67,8 +67,9 @@ HEALTHY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_job_is_left_alone(name: str) -> None:
     for seed in range(2):
-        documents, _ = judge(job(None, seed=seed, **HEALTHY[name])[0])
+        documents, analysis = judge(job(None, seed=seed, **HEALTHY[name])[0])
         assert documents == []
+        assert "brief" not in analysis.summary()["jobs"]["train"]
 
 
 NIC, RANK, ALL = ("host:h1", "nic:h1/eth0"), ("rank:1", "host:h1"), ("job",)
@@ -430,6 +431,56 @@ def test_one_checkpoint_that_costs_as_much_as_many_steps_is_told_alone() -> None
     assert document["lost_gpu_seconds"] == pytest.approx(2 * 8.0, rel=0.1)
     assert "/ckpt" in document["next"]
     assert "/data" not in document["next"]
+
+
+def copied_after(points: list[Point], usual: float) -> list[Point]:
+    """The same, where all of a checkpoint that takes longer than usual lies after the save, in no phase."""
+    return [
+        p._replace(fields={**p.fields, "checkpoint": usual, "other": float(p.fields["other"]) + more})
+        if (more := float(p.fields.get("checkpoint", 0)) - usual) > 0.1
+        else p
+        for p in points
+    ]
+
+
+def test_what_follows_the_save_in_no_phase_is_part_of_the_checkpoint() -> None:
+    points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 25, 999, 0, 3.0), seed=3)
+    points = copied_after(points, 0.06)
+    assert max(float(p.fields.get("checkpoint", 0)) for p in points) < 0.1
+    document = one(judge(points)[0])
+    assert (document["cause"], document["locus"]) == ("checkpoint_stall", ["rank:0", "host:h0"])
+    assert "follows the save" in document["text"]
+
+
+def test_what_a_checkpoint_cost_is_taken_from_saving_on_one_rank_and_from_waiting_on_the_other() -> None:
+    layout = Layout(seconds=60, checkpoint_every=20)
+    usual = judge(job(layout, seed=3)[0])[1].summary()["jobs"]["train"]
+    documents, analysis = judge(job(layout, Fault("checkpoint", 25, 999, 0, 3.0), seed=3)[0])
+    part = analysis.summary()["jobs"]["train"]
+    assert part["ledger_ns"]["checkpoint_stall"] == pytest.approx(1e9 * one(documents)["lost_gpu_seconds"], rel=0.01)
+    for name in ("communication_by_design", "other_by_design"):
+        a_step, usually = part["ledger_ns"][name] / part["steps"], usual["ledger_ns"][name] / usual["steps"]
+        assert a_step == pytest.approx(usually, rel=0.1)
+
+
+BUSY = Fault("busy_host", 20, 33, None, 2.5)
+UNSEEN = {"without": frozenset({"pressure", "diagnosd_process"}), **HEAVY}
+
+
+@pytest.mark.parametrize("until", [33, 60], ids=["the job ends in it", "it passes"])
+def test_what_is_too_short_for_a_verdict_without_a_cause_is_no_verdict_and_is_told(until: int) -> None:
+    documents, analysis = judge(job(Layout(seconds=until, **UNSEEN), BUSY, seed=3)[0])
+    assert documents == []
+    summary = analysis.summary()
+    part = summary["jobs"]["train"]
+    (brief,) = part["brief"]
+    assert seconds(brief, "start") == pytest.approx(20, abs=1)
+    assert seconds(brief, "end") == pytest.approx(33, abs=1.5)
+    assert brief["slowdown"] > 1.2
+    assert part["ledger_ns"]["unexplained"] == pytest.approx(1e9 * brief["lost_gpu_seconds"], rel=0.01)
+    text = report.plain(report.whole([], summary))
+    assert text.startswith("Job train was slower for 1")
+    assert "ound in" not in text
 
 
 def test_one_checkpoint_that_is_a_little_slow_is_a_hiccup() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from diagnosd.analysis.causes import CAUSES
 from diagnosd.analysis.classify import Verdict
-from diagnosd.analysis.episodes import TRANSITIONS, Episode, Episodes, Found
+from diagnosd.analysis.episodes import TRANSITIONS, Episode, Episodes, Found, outline
 
 SECOND = 10**9
 START = 1_796_032_800 * SECOND
@@ -37,7 +37,8 @@ class Seen:
         found = [Found(verdict(cause, locus=locus), START + since * SECOND, 2 * since, 2 * since) for cause in causes]
         for episode in self.episodes.observe("past", found, 0):
             steps = 2 * (self.second - since)
-            episode.observed, episode.expected, episode.ranks = self.slowdown * steps, float(steps), 8
+            episode.observed, episode.expected, episode.ranks = steps / 2, steps / 2 / self.slowdown, 8
+            episode.counted = episode.row + steps
             self.episodes.confirm(episode, self.now, steps)
         self.publish()
 
@@ -118,6 +119,30 @@ def test_unknown_waits_and_gives_way_to_a_cause() -> None:
         ("unknown", "withdrawn"),
         ("straggler", "confirmed"),
     ]
+
+
+@pytest.mark.parametrize("seconds", [4, 12])
+@pytest.mark.parametrize("slowdown", [1.05, 2.0])
+def test_what_passes_before_unknown_is_told_is_kept_where_it_lasted_and_cost(seconds: int, slowdown: float) -> None:
+    seen = Seen(slowdown)
+    for _ in range(seconds):
+        seen.look("unknown")
+    seen.gone()
+    assert seen.told == []
+    brief = seen.episodes.brief()
+    assert [e.verdict.cause for e in brief] == (["unknown"] if seconds > 5 and slowdown > 1.1 else [])
+    assert all(outline(e)["end"] > outline(e)["start"] for e in brief)
+
+
+def test_what_is_told_is_not_told_as_too_short_beside() -> None:
+    seen = Seen()
+    for _ in range(12):
+        seen.look("unknown")
+    assert [e.verdict.cause for e in seen.episodes.brief()] == ["unknown"]
+    for _ in range(12):
+        seen.look("data_starvation")
+    assert [cause for _, cause, _ in seen.told] == ["data_starvation"]
+    assert seen.episodes.brief() == []
 
 
 def test_a_mild_slowdown_without_a_cause_bothers_nobody() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.analysis.ledger import ACCOUNTS, CAUSES, CLASSES, Ledger
+from diagnosd.analysis.ledger import ACCOUNTS, CAUSES, CLASSES, Claim, Ledger
 from diagnosd.point import Point, Series, Value
 
 SECOND = 10**9
@@ -30,11 +30,11 @@ def alive(time: float, rank: int = 0) -> Point:
     return Point(Series.of("diagnosd_process", job="j", host="n01", rank=str(rank)), {"phase": "forward"}, ns(time))
 
 
-def booked(*points: Point, **claims: float) -> dict[str, float]:
-    """The classes that are not 0, in seconds."""
+def booked(*points: Point, **claims: tuple[int, int]) -> dict[str, float]:
+    """The classes that are not 0, in seconds; claims in seconds of the ranks' own time, and of waiting."""
     ledger = Ledger()
     ledger.add(points)
-    ledger.claim("j", {cause: round(seconds * SECOND) for cause, seconds in claims.items()})
+    ledger.claim("j", {cause: Claim(own * SECOND, waited * SECOND) for cause, (own, waited) in claims.items()})
     assert sum(ledger.classes("j").values()) == ledger.gpu_ns("j")
     return {name: amount / SECOND for name, amount in ledger.classes("j").items() if amount}
 
@@ -96,7 +96,7 @@ def test_steps_that_tell_no_attempt_are_of_the_one_that_the_rank_is_in() -> None
 
 def test_claims_come_out_of_where_the_time_was_booked() -> None:
     steps = [step(10, 10.0, comm=4.0), step(20, 10.0, comm=4.0)]
-    assert booked(*steps, network_congestion=5, data_starvation=1) == {
+    assert booked(*steps, network_congestion=(0, 5), data_starvation=(1, 0)) == {
         "network_congestion": 5,
         "data_starvation": 1,
         "communication_by_design": 3,
@@ -104,16 +104,26 @@ def test_claims_come_out_of_where_the_time_was_booked() -> None:
     }
 
 
+def test_what_a_checkpoint_cost_comes_out_of_saving_and_of_the_waiting_of_the_others() -> None:
+    steps = [step(10, 10.0, checkpoint=6.0), step(10, 10.0, rank=1, comm=7.0)]
+    assert booked(*steps, checkpoint_stall=(5, 5)) == {
+        "checkpoint_stall": 10,
+        "checkpoint": 1,
+        "communication_by_design": 2,
+        "other_by_design": 7,
+    }
+
+
 def test_a_hang_is_claimed_from_the_silence() -> None:
-    assert booked(step(1, 1.0), alive(61), hang=60) == {"other_by_design": 1, "hang": 60}
+    assert booked(step(1, 1.0), alive(61), hang=(60, 0)) == {"other_by_design": 1, "hang": 60}
 
 
 def test_claims_beyond_what_was_there_show_as_negative_unexplained() -> None:
-    assert booked(step(10, 10.0), straggler=12) == {"straggler": 12, "unexplained": -2}
+    assert booked(step(10, 10.0), straggler=(12, 0)) == {"straggler": 12, "unexplained": -2}
 
 
 def test_an_unknown_cause_claims_unexplained_time_and_design_claims_nothing() -> None:
-    account = booked(step(10, 10.0, comm=4.0), unknown=3, communication_bound=4)
+    account = booked(step(10, 10.0, comm=4.0), unknown=(3, 0), communication_bound=(4, 0))
     assert account == {"unexplained": 3, "communication_by_design": 4, "other_by_design": 3}
 
 
@@ -157,10 +167,14 @@ happenings = st.lists(
 
 
 @given(
-    happenings, st.dictionaries(st.sampled_from([*CAUSES, "unknown", "communication_bound"]), st.integers(0, 10**13))
+    happenings,
+    st.dictionaries(
+        st.sampled_from([*CAUSES, "unknown", "communication_bound"]),
+        st.builds(Claim, st.integers(0, 10**13), st.integers(0, 10**13)),
+    ),
 )
 def test_the_classes_of_any_trace_sum_to_its_gpu_time_exactly(
-    happened: list[tuple[int, int, str, dict[str, Value]]], claims: dict[str, int]
+    happened: list[tuple[int, int, str, dict[str, Value]]], claims: dict[str, Claim]
 ) -> None:
     ledger = Ledger()
     for time, rank, what, told in sorted(happened, key=lambda h: h[0]):
