@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import msgspec
@@ -35,32 +34,8 @@ def fenced(language: str) -> list[str]:
 ELSEWHERE = re.compile(r"^(make|pip|apt-get) ")
 CONSOLE = [block for block in fenced("console") if not all(map(ELSEWHERE.match, block.splitlines()))]
 (API,) = fenced("python")
+(TRAIN,) = fenced("py")  # two ranks, whose batches come slowly from the middle on
 (CLUSTER_TOML,) = fenced("toml")
-
-# What README's reader has: two ranks, whose batches come slowly from the middle on.
-TRAIN = """
-    import time, torch, torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return 100
-        def __getitem__(self, index):
-            time.sleep(0.001 if index < 60 else 0.2)
-            return torch.randn(64)
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in DataLoader(Rows(), num_workers=1):
-        model(batch).square().mean().backward()
-        time.sleep(0.06)
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.destroy_process_group()
-"""
 
 
 @pytest.fixture
@@ -68,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     """Where README's reader stands: the tree, and a training script."""
     for name in ("recordings", "diagnosd"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 
 
