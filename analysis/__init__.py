@@ -71,7 +71,7 @@ class Analysis:
         return summary.of_job(self.trace, self.ledger, name, judged, missed, brief)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Of each job, for a live line: `steps`, `step_s`, `still_s`, and the causes suspected or told (`open`)."""
+        """Of each job, for a live line: `steps`, `step_s` as usual, `now_s`, and `still_s` since the last one."""
         return {name: watch.status() for name, watch in sorted(self.watches.items())}
 
     def _go_on(self, points: list[Point]) -> list[dict[str, Any]]:

@@ -257,21 +257,35 @@ def _account_of(name: str, what: str) -> list[Line]:
 
 
 def live(name: str, job: Document, documents: Sequence[Document]) -> str:
-    """One line while it runs: where the job is, and the worst that is open."""
+    """One line while it runs: where the job is, and the worst that is open, or else that was."""
     steps, median = _number(job, "steps") or 0, _number(job, "step_s")
     parts = [f"{steps:,.0f} steps"]
-    if median is not None:
-        parts.append(seconds(median))
     open_ones = [d for d in documents if d.get("state") in ("suspected", "confirmed")]
+    found = open_ones or [d for d in documents if d.get("state") == "resolved"]
+    if median is not None:
+        parts.append(_pace(median, _number(job, "now_s") if open_ones else None))
     if open_ones:
-        worst = min(open_ones, key=_by_cost)
-        parts.append(f"{_headline(worst)} ({_string(worst, 'state')})")
+        parts.append(_worst(found))
     elif (still := _number(job, "still_s") or 0) > max(STILL_S, 5 * (median or 0)):
         parts.append(f"no step for {seconds(still)}")
+    elif found:
+        parts.append(_worst(found))
     elif steps:
         parts.append("nothing found so far")
     rest = "  ".join(["", *(clean(part) for part in parts)])
     return clip(shortened(clean(name), max(WIDTH - 1 - width(rest), NAME)) + rest, WIDTH - 1)
+
+
+def _pace(usual: float, now: float | None) -> str:
+    if now is None or not usual:
+        return seconds(usual)
+    return f"{seconds(now)} ({digits(now / usual)} x)"
+
+
+def _worst(documents: Sequence[Document]) -> str:
+    worst = min(documents, key=_by_cost)
+    more = f", and {len(documents) - 1} more" if len(documents) > 1 else ""
+    return f"{_headline(worst)} ({_string(worst, 'state')}){more}"
 
 
 def plain(lines: Iterable[Line]) -> str:

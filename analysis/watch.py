@@ -25,7 +25,7 @@ from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
 from diagnosd.analysis.history import History, of_those_heard
 from diagnosd.analysis.ledger import NOTHING, Claim
-from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, Slowdown
+from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, CALM, Slowdown
 from diagnosd.analysis.trace import Job, Trace
 
 Floats = npt.NDArray[np.float64]
@@ -101,14 +101,14 @@ class Watch:
         return self.slowdown is not None or any(episode.is_open for episode in self.episodes.all)
 
     def status(self) -> dict[str, Any]:
-        """For a live line: steps so far, the usual step, seconds since the last one, and what is suspected."""
+        """For a live line: steps so far, the usual step and the present one (s), and seconds since the last one."""
         reference, job = self.baseline.reference(), self.job
-        suspects = [e.verdict.cause for e in self.episodes.all if e.is_open]
+        newest = self.baseline.usable()[-CALM:]
         return {
             "steps": job.taken // max(1, len(job.ranks)),
             "step_s": reference and reference.step,
+            "now_s": float(np.median(self.baseline.rows(newest)[:, 0])) if len(newest) else None,
             "still_s": (self.trace.now - job.stepped) / 1e9 if job.stepped else None,
-            "open": suspects,
         }
 
     def claims(self) -> dict[str, Claim]:

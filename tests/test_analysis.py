@@ -443,6 +443,16 @@ def copied_after(points: list[Point], usual: float) -> list[Point]:
     ]
 
 
+def test_what_a_step_takes_while_it_is_slow_is_known_beside_what_it_usually_takes() -> None:
+    points, _ = job(None, Fault("bandwidth", 20, 40, 1, 0.2), seed=3)
+    before, slow = (
+        judge([p for p in points if p.time < T0 + until * 10**9])[1].status()["train"] for until in (19, 35)
+    )
+    assert before["now_s"] == pytest.approx(before["step_s"], rel=0.1)
+    assert slow["step_s"] == pytest.approx(before["step_s"], rel=0.1)
+    assert slow["now_s"] > 2 * slow["step_s"]
+
+
 def test_what_follows_the_save_in_no_phase_is_part_of_the_checkpoint() -> None:
     points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 25, 999, 0, 3.0), seed=3)
     points = copied_after(points, 0.06)

@@ -175,6 +175,15 @@ def test_how_sure_is_told_of_a_cause_and_of_nothing_else() -> None:
     assert "host stall: no rank computes longer" in named
 
 
+def test_a_live_line_says_what_a_step_takes_now_and_in_the_end_what_was_found() -> None:
+    job = {"steps": 300, "step_s": 0.04, "now_s": 0.1}
+    found = {"cause": "data_starvation", "state": "confirmed", "locus": ["rank:1"]}
+    assert report.live("j", job, [found]) == "j  300 steps  100 ms (2.5 x)  Data starvation at rank 1 (confirmed)"
+    over = [{**found, "state": "resolved"}] * 2
+    assert report.live("j", job, over) == "j  300 steps  40 ms  Data starvation at rank 1 (resolved), and 1 more"
+    assert report.live("j", job, []) == "j  300 steps  40 ms  nothing found so far"
+
+
 def test_a_name_cannot_reach_the_terminal_as_a_control_sequence() -> None:
     text = report.plain(report.verdict({"cause": "straggler", "locus": ["host:n1\x1b[2J\r\nroot"], "job": "a\u202eb"}))
     assert not {"\x1b", "\r", "\u202e"} & set(text)
