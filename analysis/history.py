@@ -208,7 +208,7 @@ class History:
 
     def _set_row(self, duration: float) -> None:
         """How many cycles of this duration (s) make a row; later only where it is out by more than a factor of two."""
-        fits = max(1, ceil(ROW_S / duration))
+        fits = max(1, ceil(ROW_S / max(duration, 1e-9)))  # times are in ns
         if self.count <= REALIGN or not self._a_row <= 2 * fits <= 4 * self._a_row:
             self._a_row = fits
 

@@ -45,6 +45,7 @@ EVENTS = 4096  # the newest; a flapping link sends a few hundred an hour
 JOBS = 512  # watched at once: twice as many as one node lets in. Many more are no training jobs
 ENDED_S = 60  # a job has ended when none of its ranks has run for so long (telemetry.md 2)
 FORGET_S = 3600  # what has sent nothing for an hour is forgotten: old jobs, devices that were renamed
+RANK_DIGITS = 18  # within 64 bits, by far
 SETTLE = 20_000  # points that may wait for their columns: about 10 MB
 
 
@@ -413,7 +414,7 @@ def _ignore(point: Point) -> None:
 def _who(series: Series) -> tuple[str, str, int] | None:
     """Job, host and rank."""
     job, host, rank = series.tag("job"), series.tag("host"), series.tag("rank") or ""
-    return (job, host, int(rank)) if job and host and rank.isdecimal() else None
+    return (job, host, int(rank)) if job and host and rank.isdecimal() and len(rank) <= RANK_DIGITS else None
 
 
 def _is_second_run(job: Job, point: Point, began: int) -> bool:

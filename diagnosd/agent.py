@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 from diagnosd import __version__, documents
 from diagnosd.collectors import COLLECTORS, Collector
 from diagnosd.collectors.steps import Steps
-from diagnosd.documents import ClusterSpec, cluster_from_toml
-from diagnosd.point import Point, encode, point
+from diagnosd.documents import ClusterSpec, DocumentError, cluster_from_toml
+from diagnosd.point import Point, Series, encode, point
 from diagnosd.recording import RecordingError, Writer, not_made
 
 log = logging.getLogger("diagnosd.agent")
@@ -243,8 +243,12 @@ class Feeder:
         self._hand: list[Batch] = []  # what is being given
         self._waiting: list[Sink] = []  # for that
         self._busy: Sink | None = None  # with that
+        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._feed, name="sinks", daemon=True)
         self._thread.start()
+
+    def start(self) -> None:
+        self._begun.set()
 
     @property
     def lost(self) -> int:
@@ -276,6 +280,7 @@ class Feeder:
             self._ask(sink, sink.close)
 
     def _feed(self) -> None:
+        self._begun.wait()
         while batches := self._ring.take():
             self._undelivered += _count(batches) * self._failed
             self._give(batches)
@@ -309,7 +314,7 @@ def _count(batches: Iterable[Batch]) -> int:
 class Agent:
     """`collectors` and `sinks` are made by the caller; `run` ends when `stop` is set and everything is written.
 
-    It has all its threads from the beginning: what `run` begins does not fail for want of one.
+    Every thread is made here: `run` does not fail for want of one.
     """
 
     def __init__(self, host: str, collectors: Iterable[Collector], sinks: Sequence[Sink]) -> None:
@@ -325,6 +330,7 @@ class Agent:
         return self._ring.dropped + self._feeder.lost
 
     async def run(self, stop: asyncio.Event) -> None:
+        self._feeder.start()
         try:
             await self._keep_time(stop)
         finally:
@@ -441,6 +447,10 @@ def declaration(file: Path | None) -> tuple[str, list[Declared]]:
         return "", []
     spec = cluster_from_toml(file.read_bytes(), str(file))
     name = spec.name or file.stem
+    try:
+        Series.of("diagnosd_cluster", cluster=name)
+    except ValueError as error:
+        raise DocumentError(f"{file}: name: {error}") from error
     return name, [Declared(name, spec)]
 
 

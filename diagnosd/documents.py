@@ -17,10 +17,11 @@ from msgspec import Meta, Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_Rate = Annotated[float, Meta(gt=0, le=1e6)]  # Gbit/s: a petabit is beyond every port; beyond it stands infinity
-_AtLeastOne = Annotated[float, Meta(ge=1)]
-_NotNegative = Annotated[float, Meta(ge=0)]
-_Count = Annotated[int, Meta(ge=0)]
+# Beyond these stands a slip, or infinity: no port has a petabit a second, no node a million of anything.
+_Rate = Annotated[float, Meta(gt=0, le=1e6)]  # Gbit/s
+_AtLeastOne = Annotated[float, Meta(ge=1, le=1e6)]
+_Price = Annotated[float, Meta(ge=0, le=1e9)]  # of an hour, in any currency
+_Count = Annotated[int, Meta(ge=0, le=10**6)]
 
 
 class DocumentError(ValueError):
@@ -230,7 +231,7 @@ class ClusterSpec(_Document, frozen=True):
     racks: dict[str, tuple[str, ...]] | None = None
     leaves: dict[str, tuple[str, ...]] | None = None  # hosts, or HOST/DEVICE where each rail has its own leaf
     storage: dict[str, str] | None = None  # path to the name of the system behind it
-    price_per_gpu_hour: _NotNegative | None = None
+    price_per_gpu_hour: _Price | None = None
     currency: str | None = None
 
 
@@ -318,9 +319,15 @@ def _check_keys(table: dict[str, Any], kind: type[_Document], above: str) -> Non
         if key not in kind.__struct_fields__:
             near = get_close_matches(key, kind.__struct_fields__, n=1)
             hint = f" (do you mean {near[0]}?)" if near else ""
-            raise DocumentError(f"{above}{key}: no such key{hint}; allowed are {', '.join(kind.__struct_fields__)}")
+            raise DocumentError(
+                f"{above}{_plainly(key)}: no such key{hint}; allowed are {', '.join(kind.__struct_fields__)}"
+            )
         if key in _TABLES and isinstance(value, dict):
             _check_keys(value, _TABLES[key], f"{key}.")
+
+
+def _plainly(key: str) -> str:
+    return key if key.isprintable() else repr(key)
 
 
 # msgspec says: Expected `float | null`, got `str` - at `$.fabric.rate_gbps`

@@ -348,12 +348,12 @@ def _header(path: Path, text: bytes) -> Header:
     version, _, rest = line[len(_HEADER) :].partition(" ")
     if version != str(VERSION):
         raise RecordingError(
-            f"{path}:1: a recording of version {version[:20]}; this diagnosd reads version {VERSION}: "
+            f"{path}:1: a recording of version {ascii(version[:20])[1:-1]}; this diagnosd reads version {VERSION}: "
             "replay it with the diagnosd that wrote it, or a newer one"
         )
     try:
         told = json.loads(rest or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         told = {}
     told = told if isinstance(told, dict) else {}
     return Header(VERSION, *(str(told.get(key, "")) for key in ("cluster", "created", "by", "note")))
@@ -623,12 +623,15 @@ class Writer:
     def flush(self) -> None:
         """Hands what was gathered to the kernel: from here on only the machine's end can lose it.
 
-        RecordingError where it cannot be written (a full disk): this flush is lost, the file stays whole.
+        RecordingError where it cannot be written (a full disk): this flush is lost, the file stays whole; or where
+        nobody will find it, for the file was removed.
         """
         text = b"".join(self._lines)
         self._lines, self._gathered = [], 0
         if not text:
             return
+        if not os.fstat(self._fd).st_nlink:
+            raise RecordingError(f"{self.path}: was removed while it was written")
         if not self._end:
             text = self._header + text
         frame = self._codec.deflate(text) if self._codec else text

@@ -14,9 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from diagnosd.agent import BUDGET, DEADLINE_S, LONGEST, TICK_S, Agent, Batch, Recorder, Ring, make, recording_of
+from diagnosd.agent import (
+    BUDGET,
+    DEADLINE_S,
+    LONGEST,
+    TICK_S,
+    Agent,
+    Batch,
+    Recorder,
+    Ring,
+    declaration,
+    make,
+    recording_of,
+)
 from diagnosd.collectors import Collector
 from diagnosd.collectors.steps import Steps
+from diagnosd.documents import DocumentError
 from diagnosd.point import Point, Series, encode
 from diagnosd.recording import RecordingError, read
 
@@ -294,6 +307,7 @@ class Broken(Kept):
 def test_a_sink_that_fails_gets_nothing_more_and_the_others_have_everything(caplog: pytest.LogCaptureFixture) -> None:
     broken, other = Broken(), Kept()
     agent = agent_of(sinks=[broken, other])
+    agent._feeder.start()
     for tick in range(0, 30, 10):
         agent._tick(tick)
         waiting = time.monotonic() + PATIENCE_S
@@ -368,6 +382,31 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, caplog: pytes
     recorder.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "lacks 3 points" in caplog.text
+
+
+def test_a_recording_that_is_removed_while_it_is_written_is_told_and_what_comes_then_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "n01.lp")
+    point = Point(Series.of("mem", host="n01"), {"total": 1}, NOW)
+    recorder.take([Batch([point], encode([point]))])
+    (tmp_path / "n01.lp").unlink()
+    for _ in range(2):
+        recorder.take([Batch([point], encode([point]))])
+    recorder.close()
+    assert recorder.lost == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/n01.lp: was removed while it was written; what comes meanwhile is not recorded",
+        f"{tmp_path}/n01.lp lacks 2 points that could not be written",
+    ]
+
+
+@pytest.mark.parametrize("name", ['name = "a\\u001b[31m"', 'name = "a\\nb"'])
+def test_a_clusters_name_that_cannot_be_recorded_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(name)
+    with pytest.raises(DocumentError, match=r"c\.toml: name: .*cannot say 'a\\"):
+        declaration(file)
 
 
 def test_a_folder_holds_a_file_for_each_host(tmp_path: Path) -> None:

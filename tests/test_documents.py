@@ -180,6 +180,12 @@ class TestClusterToml:
                 "fabric.oversubscription = 0.5",
                 "cluster.toml: fabric.oversubscription: found 0.5; allowed is a number >= 1.0",
             ),
+            (
+                "price_per_gpu_hour = inf",
+                "cluster.toml: price_per_gpu_hour: found inf; allowed is a number <= 1000000000.0",
+            ),
+            ("node.nics = 99999999999999999999", "cluster.toml: node.nics: found 99999999999999999999; allowed is"),
+            ('"\\u001b[31mracks" = 1', r"cluster.toml: '\x1b[31mracks': no such key (do you mean racks?)"),
             ("fabric.sharp = 1", "cluster.toml: fabric.sharp: found 1; allowed is true or false"),
             ("fabric.interface = 3", "cluster.toml: fabric.interface: found 3; allowed is text or a list"),
             ("node.gpus = 2.5", "cluster.toml: node.gpus: found 2.5; allowed is a whole number"),

@@ -225,6 +225,12 @@ class TestDamage:
         assert reading.faults.first is not None
         assert reading.faults.first.startswith(f"{path}:2: want 'measurement")
 
+    def test_a_header_that_nests_without_end_costs_no_point(self, tmp_path: Path) -> None:
+        (tmp_path / "a.lp").write_bytes(b"# diagnosd-recording 1 " + b"[" * 200_000 + b"\n" + encode(FIVE))
+        assert points_of(read(tmp_path / "a.lp")) == FIVE
+        record(tmp_path / "a.lp", [net(5)])
+        assert points_of(read(tmp_path / "a.lp")) == [*FIVE, net(5)]
+
     @pytest.mark.parametrize("header", [b"", b'# diagnosd-recording 1 {"cluster": "east"}\n'])
     def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(self, tmp_path: Path, header: bytes) -> None:
         path = tmp_path / "a.lp"
@@ -412,6 +418,7 @@ class TestWhatIsNoRecording:
             ("a.lp", b"\x00" * 100, "a.lp: the recording is empty"),
             ("a.lp", b"x", "a.lp: not a recording, or cut in its first line"),
             ("a.lp", b"# diagnosd-recording 2 {}\n", "a.lp:1: a recording of version 2; this diagnosd reads version 1"),
+            ("a.lp", b"# diagnosd-recording \x1b[31m {}\n", "a.lp:1: a recording of version \\x1b[31m; this"),
             ("a.lp.zst", zstandard.compress(b"# diagnosd-recording 22 {}\n"), "a.lp.zst:1: a recording of version 22"),
         ],
     )

@@ -230,6 +230,11 @@ def test_a_killed_job_has_ended_and_a_silent_one_has_not_yet() -> None:
     assert job.ended(ns(12))
 
 
+def test_a_step_of_a_rank_beyond_all_numbers_does_not_count() -> None:
+    trace = traced([step(1, 1, duration=1.0), step(1, 1, rank=10**4000, duration=1.0)])
+    assert list(trace.jobs["j"].ranks) == [0]
+
+
 def test_documents_that_do_not_parse_are_counted() -> None:
     trace = traced(
         [point("diagnosd_node", 0, {"inventory": "{"}, host="n1"), point("diagnosd_job", 0, {"spec": "[]"}, job="j")]
