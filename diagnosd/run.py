@@ -384,7 +384,9 @@ def _silence(verdicts: Verdicts, end: str, environ: Mapping[str, str]) -> str:
         return said + (f"{end}; {gaps[0]}" if gaps else f"{end} before the first one was over.")
     if is_off(environ):
         return f"{said}DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
+    well = end.endswith(" exited with 0")
     return (
-        f"{said}{end}, and nothing in it trained with PyTorch where the probe could see it (python -I and -E, sudo and"
-        " containers drop PYTHONPATH). Any other loop can call `with probe.step():`, see README."
+        f"{said}{end}{', and' if well else ': its own output says why. Until then'} nothing in it trained with PyTorch"
+        " where the probe could see it (python -I and -E, sudo and containers drop PYTHONPATH). Any other loop can name"
+        " its steps itself, `with step():` from diagnosd.probe, see README."
     )

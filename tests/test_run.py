@@ -219,7 +219,10 @@ def test_a_signal_that_ends_the_command_leaves_a_verdict() -> None:
     ("command", "said"),
     [
         (("--", "true"), "true exited with 0, and nothing in it trained with PyTorch"),
-        (("--", sys.executable, "no_such_script.py"), "exited with 2, and nothing in it trained with PyTorch"),
+        (
+            ("--", sys.executable, "no_such_script.py"),
+            "exited with 2: its own output says why. Until then nothing in it trained",
+        ),
         (python("print(1)"), "exited with 0, and nothing in it trained with PyTorch"),
         (
             python("from diagnosd import probe\nprobe.step().__enter__()\nimport time; time.sleep(1)"),
