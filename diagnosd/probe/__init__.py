@@ -41,7 +41,9 @@ def live() -> Reporter:
 def _look_on(reporter: Reporter) -> None:
     from diagnosd.probe.watch import Watch  # and with it ctypes: not in each process that only imports torch
 
-    Watch(reporter, main=threading.get_native_id()).start()
+    watch = Watch(reporter, main=threading.get_native_id())
+    watch.start()
+    reporter.at_exit.append(watch.end)
 
 
 def samples(count: int) -> None:

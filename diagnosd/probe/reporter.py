@@ -73,6 +73,7 @@ class Reporter:
         self.sender = Sender(environ.get("DIAGNOSD_SOCKET") or DEFAULT_SOCKET, self._hello)
         self.at_register: List[Callable[[], None]] = []
         self.at_off: List[Callable[[], None]] = []  # what was patched is put back
+        self.at_exit: List[Callable[[], None]] = []
         self.costs: List[int] = []  # of the last steps, ns of the training thread
         self._timed: List[bool] = []  # whether DDP took stock in these, which is dear and not done in every step
         self._cost = 0
@@ -154,6 +155,8 @@ class Reporter:
         if os.getpid() != self._pid:  # inherited by a fork
             return
         try:
+            for end in self.at_exit:
+                end()
             self.notes.extend((Steps.end_of_pending, 0, clock(), ()))
             self.play()
             self.on, self.thread, self.training = False, 0, 0

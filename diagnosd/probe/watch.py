@@ -20,10 +20,15 @@ OBSERVE_SHARE = 0.001  # of one core, for what is read; a dearer look is taken l
 STATE_SECONDS = 60.0  # the contract's, for what changes seldom
 HANG_SECONDS = 60.0  # a phase that lasts longer than this, and than HANG_STEPS steps, shows its stack
 HANG_STEPS = 10
+END_SECONDS = 1.0  # a look takes milliseconds; one that the kernel holds up does not hold up the job's exit
 
 
 class Watch(threading.Thread):
-    """Of one reporter; ends with the process."""
+    """Of one reporter; ends before the process does.
+
+    Python tears down a thread that it finds running at its own end wherever that thread then is: in PyTorch's C++ too,
+    where it frees what a garbage collection found in our thread, and that is SIGABRT.
+    """
 
     def __init__(self, reporter: Reporter, *, main: int, hang_seconds: float = HANG_SECONDS) -> None:
         """`main` is the native id of the thread that trains."""
@@ -34,9 +39,14 @@ class Watch(threading.Thread):
         self._peers = Peers()
         self._usage = process.Usage(main=main)
         self._every = OBSERVE_SECONDS[0]
+        self._over = threading.Event()
         self._shown = 0  # when the phase began whose stack was shown
         self._told = self._tells()
         self._unread: Set[str] = set()  # sources that failed, told once
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(END_SECONDS)
 
     def run(self) -> None:
         try:
@@ -47,7 +57,7 @@ class Watch(threading.Thread):
 
     def _go_on(self) -> None:
         reporter, next_look, next_state = self._reporter, 0.0, time.monotonic() + STATE_SECONDS
-        while True:
+        while not self._over.is_set():
             reporter.overdue()
             if time.monotonic() >= next_look:
                 self._look()
@@ -61,7 +71,7 @@ class Watch(threading.Thread):
                 next_state = time.monotonic() + STATE_SECONDS
                 reporter.tell_groups()
             reporter.sender.flush()
-            time.sleep(ROUND_SECONDS)
+            self._over.wait(ROUND_SECONDS)
 
     def _tells(self) -> object:
         """What a hello says, as far as it changes."""

@@ -52,6 +52,19 @@ def test_where_no_thread_can_be_started_the_probe_switches_itself_off_and_the_ag
     assert agent.hears(lambda agent: agent.points("diagnosd_event"))
 
 
+def test_no_thread_of_ours_is_left_when_python_ends(script: Callable[..., str], agent: Agent) -> None:
+    said = script(
+        "import atexit, sys, threading\n"
+        "def tell(): print('diagnosd' in [thread.name for thread in threading.enumerate()], file=sys.stderr)\n"
+        "atexit.register(tell)\n"  # who is registered first is called last
+        "from diagnosd import probe\n"
+        "with probe.step(): pass\n"
+        "tell()\n",
+        agent=agent,
+    )
+    assert said == "True\nFalse\n"
+
+
 @torch_is_here
 def test_where_no_thread_can_be_started_backward_and_optimizer_run_as_without_us(script: Callable[..., str]) -> None:
     assert "switched itself off" in script(TRAIN, NO_THREAD, "train(); train(); optimizer.step()\n")

@@ -57,6 +57,8 @@ def patch(torch: Any, reporter: Reporter) -> None:
     name, call = COALESCED
     if hasattr(torch.distributed, name):
         patching.put(reporter, torch.distributed, name, functools.partial(timed.collective, call))
+        wrapper = getattr(torch.distributed, name)
+        wrapper.__module__, wrapper.__qualname__ = "torch.distributed", name  # pybind's names lead nowhere
     patching.put(reporter, functions.Work, "wait", timed.wait)
     # A compiled DDP module runs its own forward outside of any graph, and Dynamo meets each frame below the wrapper's.
     for below in (_Collectives._timed, _Collectives._keep, _Collectives._message, _Collectives._bytes, groups.name):
