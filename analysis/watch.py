@@ -23,6 +23,7 @@ from diagnosd.analysis.cost import gain, price, price_saves, waited
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
+from diagnosd.analysis.figures import seconds
 from diagnosd.analysis.history import History, of_those_heard
 from diagnosd.analysis.ledger import NOTHING, Claim
 from diagnosd.analysis.slowdown import ACCEPT_CYCLES, ACCEPT_S, CALM, Slowdown
@@ -364,9 +365,8 @@ class Watch:
             return
         whole = comparison if self.slowdown else _with_what_follows(comparison)
         verdicts = [verdict for verdict in classify(whole) if verdict.cause == "checkpoint_stall"]
-        if comparison.excess("checkpoint") < 0.5 * whole.excess("checkpoint"):
-            verdicts = [replace(verdict, text=f"{verdict.text} {FOLLOWS}") for verdict in verdicts]
-        found = [Found(verdict, first.start, first.number, first.step) for verdict in verdicts]
+        said = [replace(verdict, text=f"{verdict.text} {_of_saving(comparison, whole)}") for verdict in verdicts]
+        found = [Found(verdict, first.start, first.number, first.step) for verdict in said]
         for episode in self.episodes.observe("checkpoint", found, self.attempt):
             episode.step, episode.ranks, episode.waited = reference.step, self.job.world, waited(whole)
             price_saves(episode, saves.run, float(before.parts.sum()))
@@ -440,6 +440,13 @@ def _claim(episode: Episode) -> Claim:
     lost = max(0, round(episode.lost * 1e9))
     waited = round(episode.waited * lost)
     return Claim(lost - waited, waited)
+
+
+def _of_saving(c: Comparison, whole: Comparison) -> str:
+    """What a step with a checkpoint takes, for the episode's figures are of all steps; `whole`: with what follows."""
+    saving, in_all = ((each.own_observed - each.own_expected)[:, OWN.index("checkpoint")].max() for each in (c, whole))
+    takes = f"A step with a checkpoint takes {seconds(c.step + c.lost)} instead of {seconds(c.step)}."
+    return f"{takes} {FOLLOWS}" if saving < 0.5 * in_all else takes
 
 
 def _with_what_follows(c: Comparison) -> Comparison:

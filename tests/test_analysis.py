@@ -455,10 +455,12 @@ def test_what_a_step_takes_while_it_is_slow_is_known_beside_what_it_usually_take
 
 def test_what_follows_the_save_in_no_phase_is_part_of_the_checkpoint() -> None:
     points, _ = job(Layout(seconds=60, checkpoint_every=20), Fault("checkpoint", 25, 999, 0, 3.0), seed=3)
+    assert "follows the save" not in one(judge(points)[0])["text"]
     points = copied_after(points, 0.06)
     assert max(float(p.fields.get("checkpoint", 0)) for p in points) < 0.1
     document = one(judge(points)[0])
     assert (document["cause"], document["locus"]) == ("checkpoint_stall", ["rank:0", "host:h0"])
+    assert "A step with a checkpoint takes 3." in document["text"]
     assert "follows the save" in document["text"]
 
 
