@@ -34,6 +34,11 @@ log = logging.getLogger("diagnosd.steps")
 # of 1 ms make, the shortest that anybody trains, and a quarter more. What comes faster waits in the kernel's queue,
 # where the sender sees it; at about 30 us a message a flooding user costs 30 % of a core.
 RATE = 10_000.0
+# Bytes per second of one user's new text, and as many at once after a pause. Numbers are as many as the contract has
+# fields, and names repeat, so that RATE bounds both; text that never repeats does not compress, and would fill a disk.
+# A rank sends some once (a spec, a stack of 2 KiB when it hangs), and 256 may do so together. What is over is dropped.
+TEXT, TEXT_AT_ONCE = 16 * 1024, 1024 * 1024
+NAME = 64  # characters: what is longer is no name that repeats, but text
 # Messages of one connection before the next has its turn: more than the kernel queues, and 10 ms of work at most.
 TURN = 300
 COMPLAIN_S = 3600.0  # between two lines in the log about one user's messages: who sends nonsense sends more of it
@@ -90,14 +95,22 @@ class User:
 
     filled: float  # monotonic
     allowance: float = RATE
+    text: float = TEXT_AT_ONCE
     complained: float = -math.inf
 
     def may_speak(self, now: float) -> bool:
         self.allowance = min(RATE, self.allowance + (now - self.filled) * RATE)
+        self.text = min(TEXT_AT_ONCE, self.text + (now - self.filled) * TEXT)
         self.filled = now
         if self.allowance < 1.0:
             return False
         self.allowance -= 1.0
+        return True
+
+    def may_write(self, text: int) -> bool:
+        if self.text < text:
+            return False
+        self.text -= text
         return True
 
 
@@ -111,6 +124,18 @@ class Peer:
     user: User
     rank: Rank | None = None
     series: set[Series] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # values of its fields; forgotten when there are more than SERIES
+
+    def may_say(self, point: Point) -> bool:
+        """Whether its user may write what of the point it has not said before."""
+        new = [value for value in point.fields.values() if type(value) is str and value not in self.names]
+        head = "" if point.series in self.series else point.series.key
+        if not self.user.may_write(len("".join((head, *new)).encode())):
+            return False
+        if new and len(self.names) > SERIES:
+            self.names.clear()
+        self.names.update(value for value in new if len(value) <= NAME)
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -331,6 +356,8 @@ class Steps:
     def _say(self, peer: Peer, rank: Rank, message: Message) -> None:
         """The point that a rank tells. One odd field never removes the others."""
         made = self._point(rank, message)
+        if not peer.may_say(made):
+            raise RefusedError(f"its user sends more than {TEXT} bytes of text a second")
         if made.series not in peer.series:
             if len(peer.series) >= SERIES:
                 raise RefusedError(f"{rank} has sent more than {SERIES} series")

@@ -17,7 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diagnosd.collectors.steps import CONNECTIONS_OF_A_USER, PAUSE_S, RANKS_OF_A_PROCESS, RATE, SERIES, Steps
+from diagnosd.collectors.steps import (
+    CONNECTIONS_OF_A_USER,
+    PAUSE_S,
+    RANKS_OF_A_PROCESS,
+    RATE,
+    SERIES,
+    TEXT,
+    TEXT_AT_ONCE,
+    Steps,
+)
 from diagnosd.point import Point, decode, encode
 from diagnosd.probe.message import LIMIT, MEASUREMENTS, Hello, encode_hello
 from diagnosd.probe.message import encode as message
@@ -356,6 +365,35 @@ def test_a_flood_waits_in_the_senders_queue(steps: Steps) -> None:
             sender.send(step(number))
         until(steps, lambda points: len(of("diagnosd_step", points)) == flood)
     assert time.monotonic() - began >= (flood - RATE) / RATE
+    assert steps.dropped == 0
+
+
+def test_of_a_flood_of_text_what_is_over_is_dropped_and_its_users_steps_are_kept(steps: Steps) -> None:
+    flood = TEXT_AT_ONCE // 2000 + 500
+    began = time.monotonic()
+    with connect(steps) as sender:
+        sender.send(hello())
+        for number in range(flood):
+            text = f"{number:06}" * 333
+            sender.send(message(2 * number, "diagnosd_process", {"stack": text}, time.time_ns()))
+            sender.send(step(2 * number + 1, step=number, duration=0.1))
+        points = until(steps, lambda points: len(of("diagnosd_step", points)) == flood)
+    kept = of("diagnosd_process", points)
+    assert len(kept) + steps.dropped == flood
+    assert 0 < sum(len(str(each.fields["stack"])) for each in kept) <= TEXT_AT_ONCE + TEXT * (time.monotonic() - began)
+
+
+def test_names_that_repeat_are_no_text(steps: Steps) -> None:
+    """Far more of them than the text of the seconds that they take."""
+    with connect(steps) as sender:
+        sender.send(hello())
+        for number in range(2000):
+            sender.send(message(number, "diagnosd_process", {"group": "g" * 64}, time.time_ns()))
+            if number == 0:
+                until(steps, lambda points: bool(of("diagnosd_process", points)))
+                with steps._lock:
+                    steps._user(os.getuid()).text = 0.0
+        until(steps, lambda points: len(of("diagnosd_process", points)) == 1999)
     assert steps.dropped == 0
 
 
