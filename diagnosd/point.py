@@ -454,6 +454,8 @@ class Decoder:
         slots: list[Point | None] = [None] * len(lines)
         others, known, texts = [], [], []
         for number, line in enumerate(lines):
+            if not line:
+                continue
             parts = line.split(b" ")
             begin, text, end = parts if len(parts) == 3 else _parts(line)
             head = self._heads.get(begin)
