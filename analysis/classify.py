@@ -241,7 +241,8 @@ def _grew(c: Comparison, growth: Growth, place: Place) -> str:
     """How much of the loss it is, and on which ranks."""
     text = f"{percent(round(c.share(*growth.parts), 2))} is {growth.title}"
     if growth.parts == NETWORK:
-        return text if len(c.all_hosts) > 1 else f"{text}: all ranks are on one host, no network lies between them"
+        alone = len(c.all_hosts) == 1 and len(c.ranks) >= c.job.world
+        return f"{text}: all ranks are on one host, no network lies between them" if alone else text
     if "mixed" in growth.parts or len(c.ranks) < 2 or c.against != "past":
         return text
     names = [str(c.ranks[column]) for column in place.columns]

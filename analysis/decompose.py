@@ -155,7 +155,9 @@ def meeting(phases: Phases) -> tuple[Floats, Floats]:
     behind = _or_zero(phases.own[..., [OWN.index(name) for name in AFTER]]).sum(axis=-1)
     timed = _finite(phases.enter + phases.exit)[:, None]
     leave = np.where(timed, phases.exit, phases.end - behind)
-    enter = np.where(timed, phases.enter, leave - phases.comm)
+    # Blocked in other collectives is no rank's own work: as if all had been waited for in this one.
+    elsewhere = np.maximum(_or_zero(phases.comm) - (phases.exit - phases.enter), 0.0)
+    enter = np.where(timed, phases.enter - elsewhere, leave - phases.comm)
     return enter, np.where(np.isnan(enter), np.nan, leave)
 
 

@@ -31,7 +31,7 @@ class Slowdown:
 
     def onset_of(self, cause: str, baseline: Baseline, since: int) -> int:
         """The cycle with which the channel that a cause explains began to grow."""
-        numbers = baseline.usable(since)[-LOOK_BACK:]
+        numbers = baseline.usable(max(since, self.onset - LOOK_BACK))
         return int(numbers[onset_of(self.excess(baseline, numbers)[:, _channel(cause)])])
 
     def ended(self, cause: str, baseline: Baseline) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diagnosd.analysis import bounds, hang
-from diagnosd.analysis.baseline import LEAST, LEAVE, Baseline, Reference
+from diagnosd.analysis.baseline import LEAST, LEAVE, Alarm, Baseline, Reference
 from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints, Save
 from diagnosd.analysis.classify import Verdict, by_design, classify, present
 from diagnosd.analysis.compare import RECENT, Comparison, Past, compare, past
@@ -194,7 +194,7 @@ class Watch:
         """Begin a suspicion, or move it: what first looked like noise in one channel may become a fault in another."""
         reference = self.slowdown.reference if self.slowdown else self.baseline.reference()
         alarm = self.baseline.alarm(reference, self.cleared) if reference else None
-        if alarm is None or reference is None or (self.slowdown and alarm.onset == self.slowdown.onset):
+        if alarm is None or reference is None or (self.slowdown and self._goes_on(self.slowdown, alarm)):
             return
         self.past = self._past(alarm.onset)
         if self.past is None:
@@ -205,6 +205,14 @@ class Watch:
         self.baseline.mark(self.cleared, self.baseline.count, healthy=True)
         self.baseline.mark(alarm.onset, self.baseline.count, healthy=False)
         self.slowdown = Slowdown(alarm.onset, alarm.excess, reference)
+
+    def _goes_on(self, slowdown: Slowdown, alarm: Alarm) -> bool:
+        """Whether an alarm is of the same slowdown: all since its onset was slow. Alarms look back over 100 rows."""
+        numbers = self._usable(slowdown.onset)
+        between = numbers[numbers < alarm.onset]
+        if not len(between):
+            return alarm.onset == slowdown.onset
+        return float(np.median(slowdown.excess(self.baseline, between)[:, 0])) > 0.5 * alarm.excess
 
     def _past(self, onset: int) -> Past | None:
         """What it was like; None where so little of it was as before that it was still warming up.

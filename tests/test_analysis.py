@@ -832,6 +832,13 @@ def test_short_steps_of_which_a_tenth_is_timed_are_told_apart(fault: Fault) -> N
     assert [document["cause"] for document in documents] == [causes[fault.kind]]
 
 
+def test_a_long_slowdown_of_short_steps_whose_cause_is_unknown_is_told_since_its_beginning() -> None:
+    fault = Fault("slow_rank", 25, 55, 1, 4.0)
+    document = one(judge(job(Layout(seconds=60), fault, seed=3, timed_every=10**9, **SHORT)[0])[0])
+    assert document["cause"] == "unknown"
+    assert seconds(document, "start") == pytest.approx(fault.start, abs=1)
+
+
 def test_steps_that_became_long_enough_to_be_timed_are_not_held_against_untimed_ones_part_by_part() -> None:
     slow = Fault("slow_rank", 25, 55, 1, 4.0)
     untimed, _ = job(Layout(seconds=55), slow, seed=3, timed_every=10**9, **SHORT)
