@@ -49,6 +49,8 @@ def launch() -> Launch:
         done = subprocess.run(
             [*launcher, *map(str, command)], env=environment, capture_output=True, text=True, timeout=120, check=False
         )
+        if agent is not None:
+            agent.catches_up()
         print(done.stdout, done.stderr, sep="\n")  # pytest shows it where a test fails
         return done
 

@@ -43,6 +43,7 @@ class Agent:
         self._listener.bind(str(path))
         self._listener.listen(64)
         self._wake, self._waker = socket.socketpair()
+        self._open = self._rounds = 0
         self._thread = threading.Thread(target=self._receive)
         self._thread.start()
 
@@ -51,17 +52,20 @@ class Agent:
             for each in (self._listener, self._wake):
                 selector.register(stack.enter_context(each), selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(0.02):
                     if key.fileobj is self._wake:
                         return
                     if key.fileobj is self._listener:
                         connection = stack.enter_context(self._listener.accept()[0])
                         self.connections.append([])
+                        self._open += 1
                         selector.register(connection, selectors.EVENT_READ, self.connections[-1])
                     elif raw := key.fileobj.recv(65536):  # type: ignore[union-attr]
                         key.data.append(parse(raw))
                     else:
                         selector.unregister(key.fileobj)
+                        self._open -= 1
+                self._rounds += 1
 
     def die(self) -> None:
         """And take the socket's name away, as an agent's unit does."""
@@ -70,6 +74,11 @@ class Agent:
             self._thread.join()
             self._waker.close()
             self.path.unlink()
+
+    def catches_up(self) -> None:
+        """All that those sent who have ended is there; who goes on is not waited for."""
+        begun = self._rounds
+        self.hears(lambda _: self._rounds > begun + 1 and not self._open, 2.0)
 
     def hears(self, expected: Callable[[Agent], object], seconds: float = 20.0) -> bool:
         """Whether it comes to that; the limit is for a probe that says nothing."""
