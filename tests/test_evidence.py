@@ -159,6 +159,16 @@ def test_a_connection_that_sends_more_slowly_is_congestion_however_long_the_way(
     assert (verdict.cause, verdict.subtype, verdict.loci) == ("network_congestion", "bandwidth", ("host:b",))
 
 
+def test_a_connection_that_loses_sends_more_slowly_too_and_the_loss_is_named() -> None:
+    points = [
+        *sending("a", 0, 1, 66e6),
+        *counted("diagnosd_socket", "segments_sent", 62_000, 41_000, **socket("a", 0, 1)),
+        *counted("diagnosd_socket", "retransmits", 124, 287, **socket("a", 0, 1)),
+    ]
+    (verdict,) = classify(compared({"transfer": 0.5}, *points))
+    assert verdict.subtype == "packet_loss"
+
+
 def test_a_closed_receive_window_is_not_the_path() -> None:
     how = strongest(compared({"transfer": 0.2}, *sending("a", 0, 1, 100e6, closed=0.2)), "sending rate")
     assert how is not None
