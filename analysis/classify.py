@@ -40,7 +40,7 @@ EXPLAINS = 0.3  # share of the loss; with less, something else is the cause
 NEAR = 0.01  # share of the loss: with less, a cause is not even near
 ALSO = 0.25  # share of the loss from which on a second cause is named beside the first
 SUREST = 0.98  # nothing here was fitted on enough episodes to say more
-FOLLOWS = "sending rate"  # the row that any congestion moves: its subtype is one only where nothing else points
+OF_ANY = "sending rate"  # the row that any congestion moves: its subtype is one only where nothing else points
 TOLD = 0.3  # log-odds, below which a reading is not worth a line
 SOME = 3  # ranks that are named one by one
 TABLE, FOR, AGAINST = 7, 5, 2  # lines of evidence that a reader takes in; what is left of them rules the rivals out
@@ -345,7 +345,7 @@ def _subtype(cause: Cause, evidence: list[Evidence]) -> str | None:
     for one in evidence:
         subtype, weight = one.reading.subtype, one.weight(cause.code)
         if subtype is not None and subtype in cause.subtypes and weight > 0:
-            points_to = 3.0 if one.reading.decisive else 0.0 if one.row.metric == FOLLOWS else weight
+            points_to = 3.0 if one.reading.decisive else 0.0 if one.row.metric == OF_ANY else weight
             points[subtype] = max(points.get(subtype, 0.0), points_to)
     if cause.code == "network_congestion" and "neighbour_traffic" in points:
         return "neighbour_traffic"  # its losses and queues follow from it

@@ -158,8 +158,8 @@ class Episodes:
             if episode.is_open and episode.verdict.cause == found.verdict.cause and episode.attempt == attempt:
                 if episode.origin == origin:
                     return _agree(episode, found)
-                if origin != "past":
-                    return None  # told already; only against the past does what was always so show that it got worse
+                if origin not in ("past", "hang"):
+                    return None  # told already; but what was always so may get worse than it was, or stop all
         if found.verdict.cause == "unknown" and any(e.state == "confirmed" for e in self.open(origin)):
             return None  # evidence that thins out does not undo what was confirmed
         episode = Episode(origin, found.verdict, attempt, found.start, found.row, found.onset)
@@ -194,6 +194,7 @@ class Episodes:
         if former is not None:
             former.pass_to("back")
             former.end, former.verdict, former.counted = None, episode.verdict, max(former.counted, episode.row)
+            former.unseen = former.left = 0
             self.all.remove(episode)
             return
         episode.pass_to("holds")
@@ -332,9 +333,13 @@ def _agree(episode: Episode, found: Found) -> Episode:
 
 
 def _sharpens(new: Verdict, old: Verdict) -> bool:
-    """Whether it says as much of the place, or more, or something else; not less: evidence wavers."""
+    """Whether it says as much of the place, or more, or something else; not less: evidence wavers.
+
+    Without a cause, where most was lost wavers too: then it is another place only where none was known.
+    """
     places, known = set(new.loci), set(old.loci)
-    return places <= known or places.isdisjoint(known)
+    other = places.isdisjoint(known) and (new.cause != "unknown" or known == {"job"})
+    return places <= known or other
 
 
 def _is_cheap(episode: Episode) -> bool:
@@ -353,11 +358,12 @@ def _meet(a: Episode, b: Episode) -> bool:
 
 
 def _joins(former: Episode, episode: Episode, now: int) -> bool:
-    """Whether a cause that returns is the same episode: soon after, and at a place that both name."""
+    """Whether a cause that returns is the same episode: soon after, and where a cause is known at a place of both."""
     if former.state != "resolved" or former.end is None or former.attempt != episode.attempt:
         return False
     same = former.origin == episode.origin and former.verdict.cause == episode.verdict.cause
-    return same and now - former.end <= REJOIN_S * 1e9 and bool(set(former.verdict.loci) & set(episode.verdict.loci))
+    meet = episode.verdict.cause == "unknown" or not set(former.verdict.loci).isdisjoint(episode.verdict.loci)
+    return same and meet and now - former.end <= REJOIN_S * 1e9
 
 
 def _same_loss(a: Verdict, b: Verdict) -> bool:

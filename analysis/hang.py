@@ -109,11 +109,11 @@ def verdict(trace: Trace, job: Job, still: float, usual: float) -> Verdict | Non
     """
     ranks = doing(trace, job, still)
     phases = {rank: each.phase for rank, each in ranks.items() if each.phase}
-    rest = set(phases.values()) == {"other"}
-    if rest or any(each.phase in LIMITED or each.is_busy_elsewhere for each in ranks.values()):
+    everybody, rest = len(phases) == len(ranks), set(phases.values()) == {"other"}
+    if (rest and everybody) or any(each.phase in LIMITED or each.is_busy_elsewhere for each in ranks.values()):
         return None
-    outside = _some([rank for rank, phase in phases.items() if phase not in WAITS], job)
-    starve = {phases[rank] for rank in outside or phases} == {"data_wait"}
+    outside = [] if rest else _some([rank for rank, phase in phases.items() if phase not in WAITS], job)
+    starve = bool(outside or everybody) and {phases[rank] for rank in outside or phases} == {"data_wait"}
     fewer = [] if starve else _fewest(ranks)
     suspects = outside or fewer
     cause = CAUSES["data_starvation" if starve else "hang"]

@@ -37,10 +37,8 @@ _COMM, _OTHER = "communication_by_design", "other_by_design"
 # Where a rank's own time that a cause cost was booked before, in this order; that in which it waited for others, or for
 # bytes, was communication.
 _OWN, _WAITED = (_OTHER, _COMM), (_COMM, _OTHER)
-DRAWS: Mapping[str, tuple[str, ...]] = {
-    "checkpoint_stall": ("checkpoint", *_OWN),
-    "hang": ("unobserved", _COMM, _OTHER),
-}
+_OF_SAVING = ("checkpoint", *_OWN)
+_STILL = ("unobserved", _COMM, _OTHER)  # while no step ends nothing is booked
 
 SERIES = 1 << 17  # whose accounts are remembered; containers come and go, and their names with them
 ACCOUNTS = 1024  # jobs; twice those that are watched at once, so that what a diagnosis claims finds its account
@@ -53,16 +51,17 @@ _WHOLE_STEP: Mapping[object, str] = {
 
 
 class Claim(NamedTuple):
-    """What a cause cost, GPU-ns: of the ranks' own time, and of communication, in which the others waited."""
+    """What a cause cost, GPU-ns: of the ranks' own time, of communication, in which others waited, and of no step."""
 
-    own: int
-    waited: int
+    own: int = 0
+    waited: int = 0
+    still: int = 0
 
     def plus(self, more: Claim) -> Claim:
-        return Claim(self.own + more.own, self.waited + more.waited)
+        return Claim(*(mine + other for mine, other in zip(self, more, strict=True)))
 
 
-NOTHING = Claim(0, 0)
+NOTHING = Claim()
 
 
 class _Rank:
@@ -170,8 +169,9 @@ class _Account:
         for cause in sorted({*self.claims, *self.settled}):
             claim = self.claims.get(cause, NOTHING).plus(self.settled.get(cause, NOTHING))
             name = "unexplained" if cause == "unknown" else cause
+            _draw(classes, name, claim.still, _STILL)
             _draw(classes, name, claim.waited, _WAITED)
-            _draw(classes, name, claim.own, DRAWS.get(cause, _OWN))
+            _draw(classes, name, claim.own, _OF_SAVING if cause == "checkpoint_stall" else _OWN)
         return classes
 
 

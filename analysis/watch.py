@@ -446,6 +446,8 @@ def _beside_peers(c: Comparison, slow: int) -> Comparison:
 
 def _claim(episode: Episode) -> Claim:
     lost = max(0, round(episode.lost * 1e9))
+    if episode.origin == "hang":
+        return Claim(still=lost)
     waited = round(episode.waited * lost)
     return Claim(lost - waited, waited)
 

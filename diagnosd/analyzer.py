@@ -301,4 +301,4 @@ def _taken_for_one(clusters: Mapping[str, Path]) -> str:
 
 def _say(text: str) -> None:
     with suppress(OutputError), writing(sys.stderr):
-        sys.stderr.write(f"diagnosd: {text}\n")
+        sys.stderr.write(f"diagnosd: {report.clean(text)}\n")

@@ -267,13 +267,12 @@ class _Source:
 
     def gone(self) -> str:
         """What has become of a file that was to grow; "" as long as it may."""
-        ours = os.fstat(self._fd)
         try:
-            there = self.path.stat()
+            ours, there = os.fstat(self._fd), self.path.stat()
         except FileNotFoundError:
             return "removed"
-        except OSError:
-            return ""  # where it lies cannot be seen now; what is open can be read
+        except OSError as error:  # where it lies cannot be seen now; what is open can be read
+            return "removed" if error.errno == errno.ESTALE else ""  # ESTALE: on NFS, by another host
         if not os.path.samestat(ours, there):
             return "replaced by another"
         return "cut short" if ours.st_size < self.position else ""
@@ -630,7 +629,7 @@ class Writer:
         self._lines, self._gathered = [], 0
         if not text:
             return
-        if not os.fstat(self._fd).st_nlink:
+        if self._is_gone():
             raise RecordingError(f"{self.path}: was removed while it was written")
         if not self._end:
             text = self._header + text
@@ -642,6 +641,12 @@ class Writer:
                 os.ftruncate(self._fd, self._end)
             raise RecordingError(f"{self.path}: cannot be written: {error.strerror}: {len(text)} bytes lost") from error
         self._end += len(frame)
+
+    def _is_gone(self) -> bool:
+        try:
+            return not os.fstat(self._fd).st_nlink
+        except OSError as error:
+            return error.errno == errno.ESTALE  # on NFS, removed by another host
 
     def close(self) -> None:
         if self._fd < 0:

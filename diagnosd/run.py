@@ -7,6 +7,7 @@ replay of the recording gives the same verdict.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import math
@@ -308,20 +309,31 @@ def _own_folder() -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir="/tmp"))
         with suppress(FileNotFoundError, BlockingIOError):  # another run took it for left behind, before it was locked
-            return folder, _lock(folder)
+            return folder, _lock(folder, ours=True)
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor of the folder, locked as long as this process lives. OSError where another's is, or it has gone."""
+def _lock(folder: Path, *, ours: bool = False) -> int:
+    """A descriptor of the folder, locked as long as this process lives. OSError where another's is, or it has gone.
+
+    Where files cannot be locked, nothing that was left behind can be told from what is in use: only what we made goes.
+    """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _claim(lock, ours)
         if not os.path.samestat(os.fstat(lock), folder.lstat()):
             raise FileNotFoundError(folder)
     except OSError:
         os.close(lock)
         raise
     return lock
+
+
+def _claim(lock: int, ours: bool) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if not ours or error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def _remove_left_behind() -> None:

@@ -516,9 +516,9 @@ def test_what_slow_checkpoints_cost_is_summed_however_long_it_lasts_and_however_
     assert document["lost_gpu_seconds"] == pytest.approx(2 * 2.0 * len(slow), rel=0.05)
 
 
-def stuck(of_rank_1: dict[str, Any] | None = None, **process: Any) -> Documents:
+def stuck(of_rank_1: dict[str, Any] | None = None, layout: Layout | None = None, **process: Any) -> Documents:
     """No step ends after 20 s, and so much is known of what the ranks do then; None: it is not."""
-    points, _ = job(Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
+    points, _ = job(layout or Layout(seconds=110), Fault("hang", 20, 120, 1), seed=1)
     made = []
     for p in points:
         if p.series.measurement == "diagnosd_process" and p.time > T0 + 20 * 10**9:
@@ -546,6 +546,13 @@ def test_ranks_that_wait_for_their_next_batch_starve() -> None:
     assert (document["cause"], document["owner"], document["locus"]) == ("data_starvation", "job", ["job"])
     assert document["text"].endswith("all ranks are in data_wait.")
     assert document["next"] == "On each host: py-spy dump of the loader of each rank: what does it wait for?"
+
+
+def test_ranks_that_starve_from_the_start_and_then_get_no_batch_at_all_are_told_again() -> None:
+    documents = stuck(layout=Layout(seconds=110, fetch=0.4), phase="data_wait", cpu_main=0.0)
+    assert {document["cause"] for document in documents} == {"data_starvation"}
+    assert ["No step has ended" in document["text"] for document in documents].count(True) == 1
+    assert len(documents) == 2
 
 
 def test_the_rank_that_waits_for_its_next_batch_while_the_others_wait_for_it_starves() -> None:

@@ -188,6 +188,13 @@ def test_what_is_withdrawn_has_an_end() -> None:
     assert seen.episodes.document(withdrawn)["end"] == "2026-11-30T10:00:28.000Z"
 
 
+def test_without_a_cause_the_place_does_not_wander() -> None:
+    seen = Seen()
+    for second in range(60):
+        seen.look("unknown", locus=f"rank:{second // 5 % 2}" if second > 25 else "rank:0")
+    assert [state for _, _, state in seen.told] == ["confirmed"]
+
+
 class Asked(Seen):
     """By a reference that is asked once a second, and that alone shows when it is over."""
 
@@ -216,6 +223,14 @@ def test_what_a_bound_shows_no_more_has_ended_when_it_was_missed_for_the_first_t
     (episode,) = seen.episodes.all
     assert [state for _, _, state in seen.told] == ["confirmed", "resolved"]
     assert episode.end == START + 9 * SECOND
+
+
+def test_what_comes_back_against_a_bound_goes_on_through_a_few_looks_too() -> None:
+    seen = Asked()
+    for shown in [8 * [True], 12 * [False], 8 * [True], 3 * [False], 5 * [True]]:
+        for one in shown:
+            seen.look(*(["data_starvation"] if one else []))
+    assert [state for _, _, state in seen.told] == ["confirmed", "resolved", "confirmed"]
 
 
 def test_a_loss_against_a_bound_that_no_cause_is_named_for_any_more_has_not_ended() -> None:

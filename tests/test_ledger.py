@@ -30,11 +30,11 @@ def alive(time: float, rank: int = 0) -> Point:
     return Point(Series.of("diagnosd_process", job="j", host="n01", rank=str(rank)), {"phase": "forward"}, ns(time))
 
 
-def booked(*points: Point, **claims: tuple[int, int]) -> dict[str, float]:
-    """The classes that are not 0, in seconds; claims in seconds of the ranks' own time, and of waiting."""
+def booked(*points: Point, **claims: tuple[int, ...]) -> dict[str, float]:
+    """The classes that are not 0, in seconds; claims in seconds of the ranks' own time, of waiting, and of no step."""
     ledger = Ledger()
     ledger.add(points)
-    ledger.claim("j", {cause: Claim(own * SECOND, waited * SECOND) for cause, (own, waited) in claims.items()})
+    ledger.claim("j", {cause: Claim(*(part * SECOND for part in parts)) for cause, parts in claims.items()})
     assert sum(ledger.classes("j").values()) == ledger.gpu_ns("j")
     return {name: amount / SECOND for name, amount in ledger.classes("j").items() if amount}
 
@@ -114,8 +114,9 @@ def test_what_a_checkpoint_cost_comes_out_of_saving_and_of_the_waiting_of_the_ot
     }
 
 
-def test_a_hang_is_claimed_from_the_silence() -> None:
-    assert booked(step(1, 1.0), alive(61), hang=(60, 0)) == {"other_by_design": 1, "hang": 60}
+@pytest.mark.parametrize("cause", ["hang", "data_starvation"])
+def test_a_standstill_is_claimed_from_the_silence(cause: str) -> None:
+    assert booked(step(1, 1.0), alive(61), **{cause: (0, 0, 60)}) == {"other_by_design": 1, cause: 60}
 
 
 def test_claims_beyond_what_was_there_show_as_negative_unexplained() -> None:

@@ -7,12 +7,14 @@ import json
 import os
 import pty
 import re
+import select
 import shlex
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import textwrap
 import threading
@@ -509,8 +511,8 @@ def test_the_exit_code_is_the_commands_also_when_the_terminal_has_gone() -> None
 @pytest.fixture
 def others() -> Iterator[tuple[Path, Path]]:
     """A folder and a link that bear such a name and are none of ours."""
-    folder, link = Path("/tmp/diagnosd-run-folder"), Path("/tmp/diagnosd-run-link")
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="diagnosd-run-", dir="/tmp"))
+    link = folder.with_name(f"{folder.name}-link")
     (folder / "diary").touch()
     link.symlink_to("/tmp")
     yield folder, link
@@ -530,7 +532,6 @@ def test_what_a_killed_run_left_behind_is_removed_by_the_next_one_and_nothing_el
         killed.kill()
         killed.wait(PATIENCE_S)
         os.kill(int(orphan), signal.SIGKILL)
-        assert Path(left).exists()
         diagnosd("run", "--", "true")
         assert not Path(left).parent.exists()
         assert Path(used).is_socket()
@@ -628,8 +629,11 @@ def test_a_signal_after_the_commands_end_ends_the_wait_for_the_verdict_and_leave
 
 
 def read_to(end: bytes, terminal: int) -> bytes:
-    said = b""
+    """All that comes until then; AssertionError where it does not come."""
+    said, until = b"", time.monotonic() + PATIENCE_S
     while end not in said:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, until - time.monotonic()))
+        assert ready, f"{end!r} does not come after {said[-200:]!r}"
         said += os.read(terminal, 4096)
     return said
 
