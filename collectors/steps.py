@@ -315,6 +315,7 @@ class Steps:
         self.errors += len(hello.fields) - len(fields)
         for name in ("state", "attempt"):  # what a rank is, is seen from outside
             fields.pop(name, None)
+        fields = self._paid(peer, fields)
         rank = self._ranks.hello(hello._replace(fields=fields), peer.uid, peer.pid, now)
         if rank is not peer.rank:
             if peer.rank:
@@ -324,6 +325,16 @@ class Steps:
             if process := process or self._watched(peer):
                 process.ranks[rank.job, rank.number] = rank
                 rank.watched = True
+
+    def _paid(self, peer: Peer, fields: dict[str, Value]) -> dict[str, Value]:
+        """What a rank says of itself; where its user has written too much text, what was known of it stays."""
+        known = peer.rank.fields if peer.rank else {}
+        new = {name: value for name, value in fields.items() if type(value) is str and value != known.get(name)}
+        if peer.user.may_write(len("".join(map(str, new.values())).encode())):
+            return fields
+        self.dropped += 1
+        old = {name: known[name] for name in new if name in known}
+        return {**{name: value for name, value in fields.items() if name not in new}, **old}
 
     def _watched(self, peer: Peer) -> Process | None:
         """A pidfd tells at once when the process is gone, also while its forked workers hold the connection open.

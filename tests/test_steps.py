@@ -383,6 +383,16 @@ def test_of_a_flood_of_text_what_is_over_is_dropped_and_its_users_steps_are_kept
     assert 0 < sum(len(str(each.fields["stack"])) for each in kept) <= TEXT_AT_ONCE + TEXT * (time.monotonic() - began)
 
 
+def test_what_a_rank_says_of_itself_again_and_again_is_text_too(steps: Steps) -> None:
+    with connect(steps) as sender:
+        for number in range(TEXT_AT_ONCE // 4000 + 100):
+            sender.send(hello(env=f"{number:06}" * 666))
+        sender.send(step(0))
+        points = until(steps, lambda points: bool(of("diagnosd_step", points)))
+    assert steps.dropped > 0
+    assert len({each.fields["env"] for each in of("diagnosd_rank", points)}) <= TEXT_AT_ONCE // 4000 + 1
+
+
 def test_names_that_repeat_are_no_text(steps: Steps) -> None:
     """Far more of them than the text of the seconds that they take."""
     with connect(steps) as sender:
