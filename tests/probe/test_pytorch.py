@@ -24,13 +24,17 @@ STEPS, ACCUMULATED = 20, 3
 Run = tuple[Agent, "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="module")
-def ddp(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
-    agent = start_agent()
-    done = launch(agent, SCRIPTS / "ddp.py", launcher=TORCHRUN)
+def of_two_ranks(agent: Agent, launch: Launch, script: str, *arguments: object) -> Agent:
+    """The agent, once it has heard a script that ends well and whose user hears nothing of us."""
+    done = launch(agent, SCRIPTS / script, *arguments, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert "diagnosd" not in done.stderr
     return agent
+
+
+@pytest.fixture(scope="module")
+def ddp(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
+    return of_two_ranks(start_agent(), launch, "ddp.py")
 
 
 def longest(steps: list[dict[str, Any]], phase: str) -> int:
@@ -139,11 +143,7 @@ def test_the_ranks_connections_are_told(ddp: Agent) -> None:
 
 @pytest.fixture(scope="module")
 def buffers(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
-    agent = start_agent()
-    done = launch(agent, SCRIPTS / "buffers.py", launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    assert "diagnosd" not in done.stderr
-    return agent
+    return of_two_ranks(start_agent(), launch, "buffers.py")
 
 
 @pytest.mark.parametrize(("step", "late"), [(6, 1), (9, 0)])
@@ -164,11 +164,7 @@ def test_the_gradients_are_told_as_the_largest_collective_unless_the_buffers_are
 
 @pytest.fixture(scope="module")
 def short(start_agent: Callable[[], Agent], launch: Launch) -> Agent:
-    agent = start_agent()
-    done = launch(agent, SCRIPTS / "short.py", launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    assert "diagnosd" not in done.stderr
-    return agent
+    return of_two_ranks(start_agent(), launch, "short.py")
 
 
 def test_a_small_collective_is_not_told_as_the_largest_where_the_reduction_was_not_timed(short: Agent) -> None:
@@ -190,11 +186,7 @@ def test_where_ddp_logs_no_times_a_hook_takes_them_and_changes_no_gradient(launc
 
 @pytest.fixture(scope="module")
 def fsdp(start_agent: Callable[[], Agent], launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Agent:
-    agent = start_agent()
-    done = launch(agent, SCRIPTS / "fsdp.py", tmp_path_factory.mktemp("checkpoint"), launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    assert "diagnosd" not in done.stderr
-    return agent
+    return of_two_ranks(start_agent(), launch, "fsdp.py", tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_a_sharded_model_waits_in_its_collectives_for_a_slow_rank(fsdp: Agent) -> None:
