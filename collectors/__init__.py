@@ -11,6 +11,7 @@ from typing import Protocol
 from diagnosd.collectors.clock import Clock
 from diagnosd.collectors.cpu import Cpu
 from diagnosd.collectors.diskio import Diskio
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mem import Mem
 from diagnosd.collectors.net import Net
 from diagnosd.collectors.node import Node
@@ -33,4 +34,4 @@ class Collector(Protocol):
     def read(self, now_ns: int) -> list[Point]: ...
 
 
-COLLECTORS: tuple[Callable[[str], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock, Node)
+COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock, Node)

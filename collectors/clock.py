@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
-from pathlib import Path
 
 from diagnosd.collectors.kernel import KernelFile
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 STA_UNSYNC = 0x0040
@@ -46,16 +46,10 @@ class Clock:
     name = "clock"
     every = 10
 
-    def __init__(
-        self,
-        host: str,
-        proc: Path = Path("/proc"),
-        sys: Path = Path("/sys"),  # noqa: ARG002
-        run: Path = Path("/run"),
-    ) -> None:
-        self._host = host
-        self._boot = KernelFile(proc / "sys/kernel/random/boot_id")
-        self._run = run
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._boot = KernelFile(machine.proc / "sys/kernel/random/boot_id")
+        self._run = machine.run
         self._adjtimex = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
 
     @property

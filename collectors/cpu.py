@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diagnosd.collectors.kernel import KernelFile
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 # column of the `cpu` line, in ticks of 1/100 s -> Telegraf's name. Columns 8 and 9, guests, are in user and nice too.
@@ -22,9 +21,9 @@ class Cpu:
     name = "cpu"
     every = 1
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
-        self._host = host
-        self._stat = KernelFile(proc / "stat")
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._stat = KernelFile(machine.proc / "stat")
         self._last: list[int] = []
 
     @property

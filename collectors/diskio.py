@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diagnosd.collectors.kernel import KernelFile, RollCall, counter
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 SECTOR = 512  # bytes, in this file, whatever the disk's own sectors are
@@ -26,10 +25,10 @@ class Diskio:
     name = "diskio"
     every = 1
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
-        self._host = host
-        self._diskstats = KernelFile(proc / "diskstats")
-        self._block = sys / "block"
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._diskstats = KernelFile(machine.proc / "diskstats")
+        self._block = machine.sys / "block"
         self._roll = RollCall()
 
     @property

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diagnosd.collectors.kernel import KernelFile
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 
@@ -12,9 +11,9 @@ class Mem:
     name = "mem"
     every = 10
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
-        self._host = host
-        self._meminfo = KernelFile(proc / "meminfo")
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._meminfo = KernelFile(machine.proc / "meminfo")
 
     @property
     def errors(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from diagnosd.collectors.kernel import KernelFile, RollCall, counter
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 # column of /proc/net/dev -> Telegraf's name
@@ -32,9 +32,9 @@ class Net:
     name = "net"
     every = 1
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
-        self._host = host
-        self._dev = KernelFile(proc / "net/dev")
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._dev = KernelFile(machine.proc / "net/dev")
         self._roll = RollCall()
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diagnosd.collectors.kernel import first_line, text_of
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
 from diagnosd.point import Point, point
 
@@ -41,17 +42,11 @@ class Node:
     name = "node"
     every = 10
 
-    def __init__(
-        self,
-        host: str,
-        proc: Path = Path("/proc"),
-        sys: Path = Path("/sys"),
-        ipv4: Callable[[], Mapping[str, list[str]]] = ipv4_addresses,
-    ) -> None:
+    def __init__(self, machine: Machine, ipv4: Callable[[], Mapping[str, list[str]]] = ipv4_addresses) -> None:
         self.errors = 0
-        self._host = host
-        self._proc = proc
-        self._sys = sys
+        self._host = machine.host
+        self._proc = machine.proc
+        self._sys = machine.sys
         self._ipv4 = ipv4
         self._told = ""
         self._reads_since = 0

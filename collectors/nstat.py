@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diagnosd.collectors.kernel import KernelFile, counter
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 # file -> the counters that say something about a slow network or a slow receiver, under Telegraf's names
@@ -32,9 +31,9 @@ class Nstat:
     name = "nstat"
     every = 1
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
-        self._host = host
-        self._files = {name: KernelFile(proc / "net" / name) for name in COUNTERS}
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._files = {name: KernelFile(machine.proc / "net" / name) for name in COUNTERS}
 
     @property
     def errors(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from diagnosd.collectors.kernel import KernelFile, counter
+from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
 RESOURCES = ("cpu", "io", "memory")
@@ -16,9 +15,9 @@ class Pressure:
     name = "pressure"
     every = 1
 
-    def __init__(self, host: str, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:  # noqa: ARG002
-        self._host = host
-        self._files = {resource: KernelFile(proc / "pressure" / resource) for resource in RESOURCES}
+    def __init__(self, machine: Machine) -> None:
+        self._host = machine.host
+        self._files = {resource: KernelFile(machine.proc / "pressure" / resource) for resource in RESOURCES}
 
     @property
     def errors(self) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from diagnosd import __version__, documents
 from diagnosd.collectors import COLLECTORS, Collector
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.steps import Steps
 from diagnosd.documents import ClusterSpec, DocumentError, cluster_from_toml
 from diagnosd.point import Point, Series, encode, point
@@ -463,7 +464,8 @@ def _resident_bytes() -> int | None:
 
 def make(host: str, socket: Path, sinks: Sequence[Sink], more: Iterable[Collector] = ()) -> Agent:
     """An agent with every collector of this machine. OSError where the socket cannot be had."""
-    return Agent(host, [Steps(host, socket), *(collector(host) for collector in COLLECTORS), *more], sinks)
+    machine = Machine(host)
+    return Agent(host, [Steps(host, socket), *(collector(machine) for collector in COLLECTORS), *more], sinks)
 
 
 def log_calmly() -> None:

@@ -15,6 +15,7 @@ from diagnosd.collectors.clock import Clock
 from diagnosd.collectors.cpu import Cpu
 from diagnosd.collectors.diskio import Diskio
 from diagnosd.collectors.kernel import KernelFile
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mem import Mem
 from diagnosd.collectors.net import Net
 from diagnosd.collectors.node import Node
@@ -59,7 +60,7 @@ def by_tag(points: list[Point], tag: str) -> dict[str, Mapping[str, object]]:
 
 
 def test_net_has_telegrafs_names_in_the_kernels_columns(tmp_path: Path) -> None:
-    points = by_tag(Net("n01", tree(tmp_path, {"net/dev": NET_DEV})).read(NOW), "interface")
+    points = by_tag(Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV}))).read(NOW), "interface")
     assert points["eth0"] == {
         "bytes_recv": 100, "packets_recv": 2, "err_in": 3, "drop_in": 4,
         "bytes_sent": 500, "packets_sent": 6, "err_out": 7, "drop_out": 8,
@@ -69,18 +70,18 @@ def test_net_has_telegrafs_names_in_the_kernels_columns(tmp_path: Path) -> None:
 def test_net_leaves_out_the_loopback_and_what_joins_containers(tmp_path: Path) -> None:
     inside = ("docker0", "br-0123456789ab", "virbr0", "cni0", "flannel.1")
     more = "".join(f"{name}: 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n" for name in (*inside, "br-ex", "lom0"))
-    points = Net("n01", tree(tmp_path, {"net/dev": NET_DEV + more})).read(NOW)
+    points = Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV + more}))).read(NOW)
     assert set(by_tag(points, "interface")) == {"eth0", "ib0.1", "br-ex", "lom0"}
 
 
 def test_a_counter_beyond_63_bits_is_sent_modulo_2_to_the_63(tmp_path: Path) -> None:
-    points = by_tag(Net("n01", tree(tmp_path, {"net/dev": NET_DEV})).read(NOW), "interface")
+    points = by_tag(Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV}))).read(NOW), "interface")
     assert points["ib0.1"]["bytes_sent"] == 2**63 - 1
     assert points["ib0.1"]["bytes_recv"] == 1844674407370955161
 
 
 def test_an_interface_that_is_gone_is_one_event_and_no_zero(tmp_path: Path) -> None:
-    net = Net("n01", tree(tmp_path, {"net/dev": NET_DEV}))
+    net = Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV})))
     net.read(NOW)
     tree(tmp_path, {"net/dev": NET_DEV.replace("  eth0:", "  lo:")})
     (ib0, event), (later,) = net.read(NOW + 1), net.read(NOW + 2)
@@ -93,12 +94,12 @@ def test_nstat_takes_each_value_by_its_own_name(tmp_path: Path) -> None:
         "net/snmp": "Ip: Forwarding DefaultTTL\nIp: 1 64\nTcp: MaxConn RetransSegs OutSegs\nTcp: -1 5 1000\n",
         "net/netstat": "TcpExt: SyncookiesSent TCPTimeouts\nTcpExt: 3 7\nIpExt: InCEPkts\nIpExt: 9\n",
     }
-    points = by_tag(Nstat("n01", tree(tmp_path, files)).read(NOW), "name")
+    points = by_tag(Nstat(Machine("n01", tree(tmp_path, files))).read(NOW), "name")
     assert points == {"snmp": {"TcpRetransSegs": 5, "TcpOutSegs": 1000}, "netstat": {"TcpExtTCPTimeouts": 7}}
 
 
 def test_cpu_says_nothing_at_the_first_read_and_percentages_of_the_difference_then(tmp_path: Path) -> None:
-    cpu = Cpu("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)}))
+    cpu = Cpu(Machine("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)})))
     first = cpu.read(NOW)
     tree(tmp_path, {"stat": "cpu  160 10 220 710 50 0 5 5 0 0\n"})
     (second,) = cpu.read(NOW + 1)
@@ -109,7 +110,7 @@ def test_cpu_says_nothing_at_the_first_read_and_percentages_of_the_difference_th
 
 
 def test_cpu_counts_guests_once(tmp_path: Path) -> None:
-    cpu = Cpu("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)}))
+    cpu = Cpu(Machine("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)})))
     cpu.read(NOW)
     tree(tmp_path, {"stat": "cpu  150 10 200 750 40 0 5 5 50 0\n"})
     (second,) = cpu.read(NOW + 1)
@@ -118,7 +119,7 @@ def test_cpu_counts_guests_once(tmp_path: Path) -> None:
 
 
 def test_a_share_of_cpu_time_that_ran_back_is_left_out(tmp_path: Path) -> None:
-    cpu = Cpu("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)}))
+    cpu = Cpu(Machine("n01", tree(tmp_path, {"stat": STAT.format(user=100, guest=0)})))
     cpu.read(NOW)
     tree(tmp_path, {"stat": "cpu  200 10 200 700 39 0 5 5 0 0\n"})
     (second,) = cpu.read(NOW + 1)
@@ -128,13 +129,13 @@ def test_a_share_of_cpu_time_that_ran_back_is_left_out(tmp_path: Path) -> None:
 
 def test_memory_is_in_bytes_and_cached_holds_the_slabs_that_can_be_given_back(tmp_path: Path) -> None:
     meminfo = "MemTotal: 1000 kB\nMemAvailable: 600 kB\nCached: 300 kB\nSReclaimable: 50 kB\nHugePages_Total: 0\n"
-    (found,) = Mem("n01", tree(tmp_path, {"meminfo": meminfo})).read(NOW)
+    (found,) = Mem(Machine("n01", tree(tmp_path, {"meminfo": meminfo}))).read(NOW)
     assert found.fields == {"total": 1024000, "available": 614400, "cached": 358400, "used": 409600}
 
 
 def test_pressure_leaves_out_what_the_kernel_only_prints_as_zero(tmp_path: Path) -> None:
     line = "some avg10=1.50 avg60=0.25 avg300=0.00 total=77\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
-    points = Pressure("n01", tree(tmp_path, {"pressure/cpu": line, "pressure/io": line})).read(NOW)
+    points = Pressure(Machine("n01", tree(tmp_path, {"pressure/cpu": line, "pressure/io": line}))).read(NOW)
     told = {(each.series.tag("resource"), each.series.tag("type")) for each in points}
     assert told == {("cpu", "some"), ("io", "some"), ("io", "full")}
     assert points[0].fields == {"avg10": 1.5, "avg60": 0.25, "avg300": 0.0, "total": 77}
@@ -143,7 +144,7 @@ def test_pressure_leaves_out_what_the_kernel_only_prints_as_zero(tmp_path: Path)
 def test_diskio_counts_whole_disks_in_bytes_and_milliseconds(tmp_path: Path) -> None:
     proc = tree(tmp_path / "proc", {"diskstats": DISKSTATS})
     sys = tree(tmp_path / "sys", {"block/nvme0n1/size": "1", "block/loop0/size": "1"})
-    (disk,) = Diskio("n01", proc, sys).read(NOW)
+    (disk,) = Diskio(Machine("n01", proc, sys)).read(NOW)
     assert disk.series.tag("name") == "nvme0n1"
     assert disk.fields == {
         "reads": 40447, "read_bytes": 3768834 * 512, "read_time": 18529, "writes": 5009,
@@ -152,7 +153,7 @@ def test_diskio_counts_whole_disks_in_bytes_and_milliseconds(tmp_path: Path) -> 
 
 
 def test_a_disk_that_is_gone_is_one_event(tmp_path: Path) -> None:
-    disks = Diskio("n01", tree(tmp_path, {"diskstats": DISKSTATS}), tmp_path)
+    disks = Diskio(Machine("n01", tree(tmp_path, {"diskstats": DISKSTATS}), tmp_path))
     disks.read(NOW)
     tree(tmp_path, {"diskstats": "\n".join(DISKSTATS.splitlines()[:3])})
     events = [each for each in disks.read(NOW + 1) if each.series.measurement == "diagnosd_event"]
@@ -160,7 +161,7 @@ def test_a_disk_that_is_gone_is_one_event(tmp_path: Path) -> None:
 
 
 def test_disks_that_are_gone_at_once_are_an_event_each(tmp_path: Path) -> None:
-    disks = Diskio("n01", tree(tmp_path, {"diskstats": DISKSTATS}), tmp_path)
+    disks = Diskio(Machine("n01", tree(tmp_path, {"diskstats": DISKSTATS}), tmp_path))
     disks.read(NOW)
     tree(tmp_path, {"diskstats": ""})
     events = disks.read(NOW + 10)
@@ -168,7 +169,7 @@ def test_disks_that_are_gone_at_once_are_an_event_each(tmp_path: Path) -> None:
 
 
 def test_the_clock_pairs_wall_and_monotonic_time_of_one_moment() -> None:
-    (found,) = Clock("n01").read(NOW)
+    (found,) = Clock(Machine("n01")).read(NOW)
     mono, wall = found.fields["mono"], found.time
     assert isinstance(mono, int)
     assert abs((time.time_ns() - wall) - (time.monotonic_ns() - mono)) < 50_000_000
@@ -179,7 +180,7 @@ def test_the_clock_pairs_wall_and_monotonic_time_of_one_moment() -> None:
     [("phc2sys.412", "ptp"), ("chrony/chronyd.pid", "ntp"), ("systemd/timesync/synchronized", "ntp"), ("x", "unknown")],
 )
 def test_who_keeps_the_clock_is_seen_in_run(tmp_path: Path, left: str, source: str) -> None:
-    (found,) = Clock("n01", run=tree(tmp_path, {left: ""})).read(NOW)
+    (found,) = Clock(Machine("n01", run=tree(tmp_path, {left: ""}))).read(NOW)
     assert found.fields["source"] == source
 
 
@@ -189,7 +190,7 @@ def test_the_inventory_has_the_rate_of_a_real_port_and_none_that_a_virtual_one_i
     (sys / "class/net/eth0/device").mkdir()
     drivers = tree(tmp_path, {"bus/drivers/mlx5_core/bind": ""}) / "bus/drivers/mlx5_core"
     (sys / "class/net/eth0/device/driver").symlink_to(drivers)
-    br0, eth0 = Node("n01", tmp_path, sys, lambda: {"eth0": ["10.0.0.1"]}).inventory()["nics"]
+    br0, eth0 = Node(Machine("n01", tmp_path, sys), lambda: {"eth0": ["10.0.0.1"]}).inventory()["nics"]
     assert eth0 == {
         "netdev": "eth0", "link_layer": "Ethernet", "state": "ACTIVE", "rate_gbps": 100.0, "mtu": 9000,
         "driver": "mlx5_core", "addresses": ["10.0.0.1"],
@@ -200,21 +201,21 @@ def test_the_inventory_has_the_rate_of_a_real_port_and_none_that_a_virtual_one_i
 @pytest.mark.parametrize("speed", ["-1\n", "0\n", "", "unknown\n"])
 def test_a_port_that_does_not_know_its_speed_reports_none(tmp_path: Path, speed: str) -> None:
     tree(tmp_path, {"class/net/eth0/speed": speed, "class/net/eth0/device/vendor": ""})
-    assert Node("n01", tmp_path, tmp_path, dict).inventory()["nics"] == [{"netdev": "eth0"}]
+    assert Node(Machine("n01", tmp_path, tmp_path), dict).inventory()["nics"] == [{"netdev": "eth0"}]
 
 
 def test_the_inventory_counts_cores_and_not_threads(tmp_path: Path) -> None:
     threads = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 0, 0), (5, 0, 1), (6, 1, 0), (7, 1, 1)]
     cpuinfo = "\n".join(f"processor\t: {p}\nphysical id\t: {s}\ncore id\t\t: {c}\n" for p, s, c in threads)
     files = {"cpuinfo": cpuinfo, "meminfo": "MemTotal:  2048 kB\nMemFree: 1 kB\n", "sys/kernel/osrelease": "6.8.0\n"}
-    inventory = Node("n01", tree(tmp_path, files), tmp_path, dict).inventory()
+    inventory = Node(Machine("n01", tree(tmp_path, files), tmp_path), dict).inventory()
     assert inventory["cpu"] == {"cores": 4, "sockets": 2}
     assert inventory["memory_bytes"] == 2048 * 1024
     assert inventory["software"] == {"kernel": "6.8.0"}
 
 
 def test_the_inventory_is_told_at_first_when_it_changes_and_every_minute(tmp_path: Path) -> None:
-    node = Node("n01", tree(tmp_path, {"sys/kernel/osrelease": "6.8.0\n"}), tmp_path, dict)
+    node = Node(Machine("n01", tree(tmp_path, {"sys/kernel/osrelease": "6.8.0\n"}), tmp_path), dict)
     told = [bool(node.read(NOW)) for _ in range(8)]
     tree(tmp_path, {"sys/kernel/osrelease": "6.9.0\n"})
     assert told == [True, False, False, False, False, False, True, False]
@@ -222,7 +223,7 @@ def test_the_inventory_is_told_at_first_when_it_changes_and_every_minute(tmp_pat
 
 
 def test_this_machines_inventory_is_a_document_of_the_contract() -> None:
-    (found,) = Node("n01").read(NOW)
+    (found,) = Node(Machine("n01")).read(NOW)
     inventory = decode_node(str(found.fields["inventory"]))
     assert inventory.boot_id
     assert inventory.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -231,13 +232,13 @@ def test_this_machines_inventory_is_a_document_of_the_contract() -> None:
 def test_ipv6_addresses_of_an_interface_are_known_link_local_ones_left_out(tmp_path: Path) -> None:
     rows = "fd000000000000000000000000000002 02 40 00 80 eth0\nfe800000000000000000000000000001 02 40 20 80 eth0\n"
     files = {"net/if_inet6": rows, "class/net/eth0/mtu": "1500\n"}
-    (eth0,) = Node("n01", tree(tmp_path, files), tmp_path, dict).inventory()["nics"]
+    (eth0,) = Node(Machine("n01", tree(tmp_path, files), tmp_path), dict).inventory()["nics"]
     assert eth0["addresses"] == ["fd00::2"]
 
 
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_machine_that_has_nothing_of_it_is_no_error_and_no_zero(make: type[Net], tmp_path: Path) -> None:
-    collector = make("n01", tmp_path, tmp_path)
+    collector = make(Machine("n01", tmp_path, tmp_path))
     collector.read(NOW)
     assert {each.series.measurement for each in collector.read(NOW)} <= {"diagnosd_clock"}
     assert collector.errors == 0
@@ -264,7 +265,7 @@ def test_what_is_unreadable_now_is_counted_and_tried_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_collector_reads_this_machine_and_keeps_the_contract(make: type[Net]) -> None:
-    collector = make("n01")
+    collector = make(Machine("n01"))
     collector.read(time.time_ns())
     for line in encode(collector.read(time.time_ns())).splitlines():
         found = decode(line)
@@ -281,4 +282,4 @@ def test_a_collector_is_read_as_often_as_the_contract_says(make: type[Net]) -> N
 
 def test_the_inventory_holds_nothing_that_json_cannot_say(tmp_path: Path) -> None:
     tree(tmp_path, {"class/net/eth0/mtu": "1500"})
-    assert json.loads(json.dumps(Node("n01", tmp_path, tmp_path, dict).inventory()))["nics"]
+    assert json.loads(json.dumps(Node(Machine("n01", tmp_path, tmp_path), dict).inventory()))["nics"]
