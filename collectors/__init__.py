@@ -1,6 +1,7 @@
-"""One file a place the truth comes from. A collector is a synchronous read(now) -> points; each stands in COLLECTORS.
+"""One file a place the truth comes from. A collector is a synchronous read(now) -> points.
 
-`steps` stands apart: it is made with the path of its socket.
+Those that read only /proc stand in COLLECTORS, each on a thread of the agent's; those that touch a device, and may
+hang with it, in `hardware`, in the reader's process. `steps` stands apart: it is made with the path of its socket.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from diagnosd.point import Point
 
 
 class Collector(Protocol):
-    """Reads one place. What it cannot read now it counts in `errors`; what this machine does not have it forgets."""
+    """Reads one place. What it cannot read now it counts in `errors`; what this machine does not have it forgets.
+
+    One that touches a device does so in its reads alone: made, it has opened nothing. It may also have
+    - `deadline`: seconds that a read may take, 1.5 where it does not say; the first read may take longer
+    - `missing`: after the first read, what is not here and which path was tried, or None
+    - `stale`: whether only a fresh process can read on, as after an upgrade of a library that is loaded
+    - `close()`: lets go of what it holds
+    """
 
     @property
     def name(self) -> str: ...
@@ -34,4 +42,9 @@ class Collector(Protocol):
     def read(self, now_ns: int) -> list[Point]: ...
 
 
-COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock, Node)
+COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock)
+
+
+def hardware(machine: Machine) -> list[Collector]:
+    """In the order in which they are read: Node, the last, tells what the others found."""
+    return [Node(machine)]

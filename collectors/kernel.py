@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
 # At the first look these say that this machine has no such file for us, not that something is wrong now: no such file,
 # another user's, or built in and switched off (reading /proc/pressure/* under psi=0 gives EOPNOTSUPP).
 NOT_SUPPORTED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP})
+# What a descriptor says when the device behind its file has gone, and the path when the file has.
+GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR})
+
+PAGE = 4096
+# A read of /proc gives as many whole records as fit into a page. None of a file that we read is longer than 3 KiB, or
+# it is the only one and comes whole: a shorter read than this is the end of the file, and spares the one that says so.
+SURELY_ALL = 1024
 
 
 class KernelFile:
-    """One file of /proc or /sys that is read again and again.
+    """One file of /proc or /sys that is read again and again, through a descriptor that stays open.
 
     Not supported is remembered, and the file never opened again; unreadable now is counted in `errors`.
     """
@@ -20,22 +29,80 @@ class KernelFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.errors = 0
+        self.gone = False  # it was there, and the last read found it gone
         self._supported: bool | None = None
+        self._fd = -1
+        self._may_be_replaced = not str(path).startswith(("/proc/", "/sys/"))  # a file of a captured tree
 
     def read(self) -> str | None:
         """The text; None where it is not supported or unreadable now."""
+        raw = self.raw()
+        return None if raw is None else raw.decode("utf-8", "replace")
+
+    def raw(self) -> bytes | None:
+        """Likewise, as it comes: a number need not be decoded."""
         if self._supported is False:
             return None
         try:
-            text = self.path.read_text("utf-8", "replace")
+            raw = self._read()
         except OSError as error:
             if self._supported is None and error.errno in NOT_SUPPORTED:
                 self._supported = False
             else:
                 self.errors += 1
+                self.gone = error.errno in GONE
             return None
         self._supported = True
-        return text
+        self.gone = False
+        return raw
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self) -> bytes:
+        if self._fd >= 0 and not (self._may_be_replaced and os.fstat(self._fd).st_nlink == 0):
+            try:
+                return _whole(self._fd)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+        self.close()  # a device that was replaced has a new file at the same path
+        return self._opened()
+
+    def _opened(self) -> bytes:
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            raw = _whole(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        if fd < _kept_below():
+            self._fd = fd
+        else:
+            os.close(fd)
+        return raw
+
+
+def _whole(fd: int) -> bytes:
+    raw = os.pread(fd, PAGE, 0)
+    if len(raw) < SURELY_ALL:
+        return raw
+    chunks = [raw]
+    read = len(raw)
+    while chunk := os.pread(fd, PAGE, read):
+        chunks.append(chunk)
+        read += len(chunk)
+    return b"".join(chunks)
+
+
+def _kept_below() -> int:
+    """A new descriptor is the lowest that is free: below this number half of what we may have is not used up."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class RollCall:

@@ -105,6 +105,13 @@ Socket = Annotated[
     Path | None,
     typer.Option(metavar="PATH", parser=_path, help="Where the probes find the agent, if not at DIAGNOSD_SOCKET."),
 ]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Open nothing of the devices that match (interface, RDMA device, PCI address, GPU's uuid); repeatable.",
+    ),
+]
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
 
@@ -198,6 +205,36 @@ def agent(
     _collect(socket, host, record, cluster)
 
 
+@app.command(cls=Verb)
+def read(
+    once: Annotated[bool, typer.Option("--once", help="Say what this node says now, and end.")] = False,
+    on_request: Annotated[
+        bool, typer.Option("--on-request", help="Read once for every line on stdin, until it is closed.")
+    ] = False,
+    host: Host = "",
+    exclude: Exclude = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave this collector off; repeatable.")
+    ] = None,
+    sys_root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", exists=True, file_okay=False, help="Read the tree captured there instead of this machine."
+        ),
+    ] = None,
+) -> None:
+    """Print what the devices of this node tell, as line protocol: once a second, until Ctrl-C.
+
+    Example: diagnosd read --once --exclude 'mlx5_bond_*'
+
+    It is an input for Telegraf, too: inputs.execd with signal = "none", or with --on-request and signal = "STDIN".
+    """
+    from diagnosd import reader  # noqa: PLC0415
+
+    mode = "once" if once else "request" if on_request else "alone"
+    reader.read(host, sys_root, tuple(exclude or ()), without or (), mode)
+
+
 def _collect(socket: Path | None, host: str, record: str, cluster: Path | None) -> None:
     from diagnosd import agent  # noqa: PLC0415
 
@@ -270,7 +307,7 @@ def main() -> None:
     try:
         app(prog_name="diagnosd")
     except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
-        from diagnosd.agent import said  # noqa: PLC0415
+        from diagnosd.sinks import said  # noqa: PLC0415
 
         print(f"diagnosd: {said(error)}", file=sys.stderr)
         sys.exit(ERROR)

@@ -25,14 +25,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diagnosd import agent
-from diagnosd.agent import PROBE, STOP_S, Agent, Batch, Recorder, Sink, declaration, recording_of
+from diagnosd.agent import PROBE, Agent, declaration
 from diagnosd.analysis import Analysis, report
 from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_the_row, writing
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.point import Point
 from diagnosd.probe.identity import is_off, job_name
+from diagnosd.reads import Batch
 from diagnosd.recording import RecordingError, read
+from diagnosd.sinks import STOP_S, Recorder, Sink, recording_of, said
 
 log = logging.getLogger("diagnosd.run")
 
@@ -179,7 +181,7 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
         except StartError as error:
             return _not_started(str(error), error.code)
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there can be no more threads
-            return _not_started(f"{argv[0]} was not started: {agent.said(error)}", COULD_NOT_START)
+            return _not_started(f"{argv[0]} was not started: {said(error)}", COULD_NOT_START)
         command.wait()
         watching.close()
         verdicts.join(command.enough)

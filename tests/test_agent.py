@@ -14,24 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from diagnosd.agent import (
-    BUDGET,
-    DEADLINE_S,
-    LONGEST,
-    TICK_S,
-    Agent,
-    Batch,
-    Recorder,
-    Ring,
-    declaration,
-    make,
-    recording_of,
-)
+from diagnosd.agent import DEADLINE_S, TICK_S, Agent, declaration, make
 from diagnosd.collectors import Collector
 from diagnosd.collectors.steps import Steps
 from diagnosd.documents import DocumentError
 from diagnosd.point import Point, Series, encode
+from diagnosd.reads import BUDGET, LONGEST, Batch
 from diagnosd.recording import RecordingError, read
+from diagnosd.sinks import Recorder, Ring, recording_of
 
 ROOT = Path(__file__).parents[1]
 NOW = 1_700_000_000_000_000_000
@@ -162,7 +152,7 @@ def test_a_collector_that_answers_again_is_read_again() -> None:
     agent._tick(10)
     settle(agent)
     assert collector.reads == 2
-    assert agent._lanes[0].up
+    assert agent._lanes[0].reads.up
 
 
 def test_a_file_that_is_not_as_it_should_be_costs_its_own_collector_this_read(
@@ -191,7 +181,7 @@ def test_a_mistake_in_a_collector_costs_its_own_reads_and_it_is_asked_again(capl
     odd.broken = None
     agent._tick(3)
     settle(agent)
-    assert (odd.reads, agent._lanes[0].errors, agent._lanes[0].up) == (4, 3, True)
+    assert (odd.reads, agent._lanes[0].reads.errors, agent._lanes[0].reads.up) == (4, 3, True)
     assert len(caplog.records) == 1
 
 
@@ -208,7 +198,7 @@ def test_a_point_that_cannot_be_written_does_not_cost_the_others_of_its_read() -
     settle(agent)
     assert [each.fields for each in of("net", ring_points(agent))] == [{"bytes_sent": 1}]
     assert of("mem", ring_points(agent)) == []
-    assert agent._lanes[0].errors == 1
+    assert agent._lanes[0].reads.errors == 1
 
 
 class Dear(Odd):
@@ -244,8 +234,8 @@ def test_a_collector_whose_reads_cost_more_than_its_budget_is_read_less_often(ca
 
 def test_no_collector_is_put_off_beyond_what_a_reader_holds_its_state() -> None:
     agent = agent_of(Odd("eth0"))
-    agent._lanes[0].cost = 100.0
-    assert agent._lanes[0].every == LONGEST
+    agent._lanes[0].reads.apart = 1e4
+    assert agent._lanes[0].reads.every == LONGEST
 
 
 def test_a_full_ring_drops_the_oldest_and_counts() -> None:
@@ -466,4 +456,4 @@ def test_an_agent_has_every_collector_and_the_probes_socket(tmp_path: Path) -> N
     assert isinstance(steps, Steps)
     steps.close()
     names = [lane.collector.name for lane in agent._lanes]
-    assert names == ["steps", "net", "nstat", "cpu", "mem", "pressure", "diskio", "clock", "node"]
+    assert names == ["steps", "net", "nstat", "cpu", "mem", "pressure", "diskio", "clock"]

@@ -1,0 +1,115 @@
+"""One collector, read again and again: what its reads give and cost, how often they may come, and what fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from diagnosd.collectors import Collector
+from diagnosd.point import Point, encode, point
+
+log = logging.getLogger("diagnosd.reads")
+
+# What one collector may take of one core: with all of them it stays below a tenth of one, on nodes that have some
+# hundred. A read of /proc takes under 1 ms; one that takes 50 comes every 5 s. At the longest every minute: a reader
+# holds a state for 90 s (telemetry.md 1).
+BUDGET, LONGEST = 0.01, 60
+
+
+class Batch(NamedTuple):
+    """Points of one read, encoded once."""
+
+    points: list[Point]
+    lines: bytes
+
+
+class Reads:
+    """`duty` is the share of the time in which a read may be under way: a device that is asked answers nobody else.
+
+    Without one only the processor's time counts.
+    """
+
+    def __init__(self, collector: Collector, duty: float = math.inf) -> None:
+        self.collector = collector
+        self.name = collector.name
+        self.seconds = 0.0  # of its last read
+        self.apart = 0.0  # seconds between two reads that keep BUDGET and duty
+        self.up = True
+        self._duty = duty
+        self._failures = 0
+        self._last_apart = 0.0
+
+    @property
+    def every(self) -> int:
+        """Seconds between two reads: what the collector says, or more where its reads cost more than they may."""
+        return max(self.collector.every, min(math.ceil(self.apart), LONGEST))
+
+    @property
+    def errors(self) -> int:
+        return self._failures + self.collector.errors
+
+    def read(self, now_ns: int) -> Batch:
+        """What can be said of it now; of a read that fails nothing, counted."""
+        try:
+            points = self._timed(now_ns)
+        except Exception as error:  # noqa: BLE001 - a file that is not as it should be, or a mistake of ours
+            self._failed(error)
+            return Batch([], b"")
+        try:
+            batch = Batch(points, encode(points))
+        except ValueError as error:
+            self._failed(error)
+            return _sayable(points)
+        self.up = True
+        return batch
+
+    def heartbeat(self, host: str, now_ns: int) -> Point:
+        fields = {"up": int(self.up), "seconds": self.seconds, "errors": self.errors}
+        return point("diagnosd_agent", {"host": host, "collector": self.name}, fields, now_ns)
+
+    def _timed(self, now_ns: int) -> list[Point]:
+        began, before = time.perf_counter(), time.thread_time()
+        try:
+            points = self.collector.read(now_ns)
+        finally:
+            self.seconds = time.perf_counter() - began
+        self._pay(time.thread_time() - before)
+        return points
+
+    def _pay(self, cpu: float) -> None:
+        """The dearer of the last two reads is forgiven: one may be an accident."""
+        before = self.every
+        apart = max(cpu / BUDGET, self.seconds / self._duty)
+        self.apart, self._last_apart = min(apart, self._last_apart), apart
+        if self.every > before == self.collector.every:
+            text = "%s takes %.0f ms a read, %.0f of them of a processor: it is read less often, now every %d s"
+            log.warning(text, self.name, self.seconds * 1e3, cpu * 1e3, self.every)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self.up:
+            log.warning("%s cannot be read now: %s: %s", self.name, type(error).__name__, error)
+        self.up = False
+
+
+def _sayable(points: list[Point]) -> Batch:
+    """Those that can be written: one that cannot does not cost the others."""
+    kept, lines = [], []
+    for each in points:
+        with suppress(ValueError):
+            lines.append(encode([each]))
+            kept.append(each)
+    return Batch(kept, b"".join(lines))
+
+
+def resident_bytes() -> int | None:
+    """Of this process."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
