@@ -8,9 +8,11 @@ only: their last value holds for `HOLD_SECONDS`, after that it is unknown.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -348,6 +350,7 @@ _NETWORK = (
         ("local_link_integrity_errors", "i", "", "counter", "slow", "saturates at 4 bits"),
         ("excessive_buffer_overrun_errors", "i", "", "counter", "slow", "saturates at 4 bits"),
         ("VL15_dropped", "i", "", "counter", "slow", "management packets dropped; saturates at 16 bits"),
+        ("lifespan", "i", "ms", "state", "slow", "hw_counters may be so old when they are read"),
         any_field="i",
     ),
     _measurement(
@@ -360,6 +363,8 @@ _NETWORK = (
         ("width", "i", "lanes", "state", "state", "in use"),
         ("mtu", "i", "bytes", "state", "state", "in force"),
         ("carrier_changes", "i", "", "counter", "state", "of its network interface"),
+        ("members", "i", "", "state", "state", "of its bond, where its interface is one"),
+        ("members_up", "i", "", "state", "state", "members of the bond that carry"),
         any_field="i",
     ),
     _measurement(
@@ -533,6 +538,49 @@ _VERDICTS = (
 SCHEMA: Mapping[str, Measurement] = MappingProxyType(
     {m.name: m for m in (*_JOB, *_MACHINES, *_GPUS, *_NETWORK, *_HOSTS, *_VERDICTS)}
 )
+
+
+class Unit(NamedTuple):
+    unit: str  # "" for a count of something else
+    bytes: int | None  # in one count, where it counts bytes in any way
+
+
+# driver, link layer, file of ports/N/counters or hw_counters -> what one count is. The first row that fits holds.
+# Every driver that answers the kernel's performance MADs divides octets by 4 as InfiniBand defines them, whatever its
+# link layer (mlx5, mlx4, bnxt_re, rxe: `>> 2`, `/ 4`; hfi1 from its flits), and whatever the lanes. What a driver
+# counts by itself, in hw_counters, are bytes.
+_PORT_UNITS = tuple(
+    (re.compile(driver), re.compile(link_layer), re.compile(file), Unit(unit, size))
+    for driver, link_layer, file, unit, size in (
+        ("efa", ".*", "port_(xmit|rcv)_data(_64)?", "bytes", 1),
+        (".*", ".*", "port_(xmit|rcv)_data(_64)?", "4-byte words", 4),
+        # A tick is a few clocks of the port: 8 transfers of 8 bytes on recent ConnectX, 32 on older ones, other
+        # makers' unknown. So it is compared with itself, and never turned into seconds or bytes.
+        (".*", ".*", "port_xmit_wait(_64)?", "ticks", None),
+        (".*", ".*", ".*_bytes", "bytes", 1),
+        ("irdma|ice|idpf|i40e|i40iw", ".*", "ip[46](In|Out)(Mcast)?Octets", "bytes", 1),
+        (".*", ".*", ".*(_packets(_64)?|_pkts|Pkts)", "packets", None),
+        (".*", ".*", "lifespan", "ms", None),
+    )
+)
+# Files that hold what a port sent and received, the first pair that it has: most drivers, ConnectX-3 under old
+# kernels, EFA and bnxt_re, ionic, irdma and i40iw.
+PORT_TRAFFIC = (
+    ("port_xmit_data", "port_rcv_data"),
+    ("port_xmit_data_64", "port_rcv_data_64"),
+    ("tx_bytes", "rx_bytes"),
+    ("tx_rdma_ucast_bytes", "rx_rdma_ucast_bytes"),
+    ("ip4OutOctets", "ip4InOctets"),
+)
+
+
+@lru_cache(maxsize=4096)
+def port_unit(driver: str | None, link_layer: str | None, file: str) -> Unit:
+    """What one count of a field of `infiniband` is; driver and link layer as the inventory's `nics` have them."""
+    for drivers, layers, files, unit in _PORT_UNITS:
+        if drivers.fullmatch(driver or "") and layers.fullmatch(link_layer or "") and files.fullmatch(file):
+            return unit
+    return Unit("", None)
 
 
 def markdown() -> str:
