@@ -1,7 +1,7 @@
 """A small captured /sys of a node with HCAs: what a collector meets there, and nothing else.
 
-Shapes and names are those of Linux's own sysfs (drivers/infiniband/core/sysfs.c, net/core/net-sysfs.c): one folder a PCI
-function, with `infiniband/DEVICE` and `net/NETDEV` inside of it, and links to these from class/infiniband and
+Shapes and names are those of Linux's own sysfs (drivers/infiniband/core/sysfs.c, net/core/net-sysfs.c): one folder a
+PCI function, with `infiniband/DEVICE` and `net/NETDEV` inside of it, and links to these from class/infiniband and
 class/net. Values are invented.
 """
 
