@@ -24,14 +24,16 @@ class KernelFile:
     """One file of /proc or /sys that is read again and again, through a descriptor that stays open.
 
     Not supported is remembered, and the file never opened again; unreadable now is counted in `errors`.
+    `long_records`: one record may be longer than a page, and what comes before it in a read of its own, however short.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, long_records: bool = False) -> None:
         self.path = path
         self.errors = 0
         self.gone = False  # it was there, and the last read found it gone
         self._supported: bool | None = None
         self._fd = -1
+        self._surely_all = 0 if long_records else SURELY_ALL
         self._may_be_replaced = not str(path).startswith(("/proc/", "/sys/"))  # a file of a captured tree
 
     def read(self) -> str | None:
@@ -67,7 +69,7 @@ class KernelFile:
     def _read(self) -> bytes:
         if self._fd >= 0 and not (self._may_be_replaced and os.fstat(self._fd).st_nlink == 0):
             try:
-                return _whole(self._fd)
+                return _whole(self._fd, self._surely_all)
             except OSError as error:
                 if error.errno not in GONE:
                     raise
@@ -77,7 +79,7 @@ class KernelFile:
     def _opened(self) -> bytes:
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            raw = _whole(fd)
+            raw = _whole(fd, self._surely_all)
         except OSError:
             os.close(fd)
             raise
@@ -88,9 +90,9 @@ class KernelFile:
         return raw
 
 
-def _whole(fd: int) -> bytes:
+def _whole(fd: int, surely_all: int) -> bytes:
     raw = os.pread(fd, PAGE, 0)
-    if len(raw) < SURELY_ALL:
+    if len(raw) < surely_all:
         return raw
     chunks = [raw]
     read = len(raw)
@@ -132,3 +134,8 @@ def first_line(path: Path) -> str | None:
 def counter(text: str) -> int:
     """A cumulative counter as the contract sends it: unsigned 64-bit modulo 2^63."""
     return int(text) % 2**63
+
+
+def is_counter(text: str) -> bool:
+    """Whether it is one: decimal digits, no more than 64 bits need."""
+    return text.isascii() and text.isdecimal() and len(text) <= 20
