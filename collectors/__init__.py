@@ -12,6 +12,8 @@ from typing import Protocol
 from diagnosd.collectors.clock import Clock
 from diagnosd.collectors.cpu import Cpu
 from diagnosd.collectors.diskio import Diskio
+from diagnosd.collectors.infiniband import Infiniband
+from diagnosd.collectors.link import Link
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mem import Mem
 from diagnosd.collectors.net import Net
@@ -47,4 +49,4 @@ COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, 
 
 def hardware(machine: Machine) -> list[Collector]:
     """In the order in which they are read: Node, the last, tells what the others found."""
-    return [Node(machine)]
+    return [Infiniband(machine), Link(machine), Node(machine)]
