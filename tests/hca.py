@@ -47,6 +47,7 @@ def write(root: Path, files: Mapping[str, str | int]) -> Path:
 def link(at: Path, to: Path) -> None:
     """A relative symlink, as sysfs has them: the tree can be moved, and mounted elsewhere."""
     at.parent.mkdir(parents=True, exist_ok=True)
+    at.unlink(missing_ok=True)
     at.symlink_to(os.path.relpath(to, at.parent))
 
 
@@ -57,11 +58,20 @@ def hcas(root: Path, count: int = 8, *, link_layer: str = "InfiniBand") -> Path:
     return root
 
 
-def hca(root: Path, number: int = 0, *, device: str = "", netdev: str = "", link_layer: str = "InfiniBand") -> Path:
-    """One device with one port; returns the port's folder."""
+def hca(
+    root: Path,
+    number: int = 0,
+    *,
+    device: str = "",
+    netdev: str = "",
+    link_layer: str = "InfiniBand",
+    driver: str = "mlx5_core",
+    above: str = "",
+) -> Path:
+    """One device with one port; returns the port's folder. `above` as in `pci`."""
     device = device or f"mlx5_{number}"
     netdev = netdev or (f"ib{number}" if link_layer == "InfiniBand" else f"eth{number}")
-    function = pci(root, number)
+    function = pci(root, number, driver, above)
     guid = f"946d:ae03:00cd:{number:04x}"
     files: dict[str, str | int] = {
         "node_type": "1: CA", "fw_ver": "28.39.1002", "hw_rev": "0", "hca_type": "MT4129", "board_id": "MT_0000000838",
@@ -87,23 +97,24 @@ def hca(root: Path, number: int = 0, *, device: str = "", netdev: str = "", link
     return port
 
 
-def pci(root: Path, number: int, driver: str = "mlx5_core") -> Path:
-    """A PCI function behind a port of its own, with the link figures of generation 5 x16."""
+def pci(root: Path, number: int, driver: str = "mlx5_core", above: str = "") -> Path:
+    """A PCI function with the link figures of generation 5 x16; returns its folder.
+
+    It stands behind a root port of its own, or in the folder `above`, whose files are the caller's.
+    """
     address, bridge = f"0000:{16 + number:02x}:00.0", f"0000:00:{1 + number:02x}.0"
-    function = root / f"devices/pci0000:00/{bridge}/{address}"
     speed: dict[str, str | int] = {
         "current_link_speed": "32.0 GT/s PCIe", "current_link_width": 16,
-        "max_link_speed": "32.0 GT/s PCIe", "max_link_width": 16,
+        "max_link_speed": "32.0 GT/s PCIe", "max_link_width": 16, "numa_node": number // 4,
     }  # fmt: skip
-    write(function.parent, {"class": "0x060400", "vendor": "0x15b3", "device": "0x1979", "numa_node": number // 4})
-    write(function.parent, speed)
-    write(function, {"class": "0x020700", "vendor": "0x15b3", "device": "0x1021", "numa_node": number // 4, **speed})
-    driven = root / "bus/pci/drivers" / driver
-    driven.mkdir(parents=True, exist_ok=True)
-    if not (function / "driver").is_symlink():
-        link(function / "driver", driven)
-        link(root / "bus/pci/devices" / address, function)
+    function = root / (above or f"devices/pci0000:00/{bridge}") / address
+    if not above:
+        write(function.parent, {"class": "0x060400", "vendor": "0x15b3", "device": "0x1979", **speed})
         link(root / "bus/pci/devices" / bridge, function.parent)
+    write(function, {"class": "0x020700", "vendor": "0x15b3", "device": "0x1021", **speed})
+    (root / "bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+    link(function / "driver", root / "bus/pci/drivers" / driver)
+    link(root / "bus/pci/devices" / address, function)
     return function
 
 
