@@ -11,12 +11,16 @@ from typing import Protocol
 
 from diagnosd.collectors.clock import Clock
 from diagnosd.collectors.cpu import Cpu
+from diagnosd.collectors.disk import Disk
 from diagnosd.collectors.diskio import Diskio
+from diagnosd.collectors.ethtool import Ethtool
 from diagnosd.collectors.infiniband import Infiniband
 from diagnosd.collectors.link import Link
+from diagnosd.collectors.lustre import Lustre
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mem import Mem
 from diagnosd.collectors.net import Net
+from diagnosd.collectors.nfs import Nfs
 from diagnosd.collectors.node import Node
 from diagnosd.collectors.nstat import Nstat
 from diagnosd.collectors.pressure import Pressure
@@ -44,9 +48,9 @@ class Collector(Protocol):
     def read(self, now_ns: int) -> list[Point]: ...
 
 
-COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock)
+COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock, Nfs, Lustre)
 
 
 def hardware(machine: Machine) -> list[Collector]:
     """In the order in which they are read: Node, the last, tells what the others found."""
-    return [Infiniband(machine), Link(machine), Node(machine)]
+    return [Infiniband(machine), Link(machine), Ethtool(machine), Disk(machine), Node(machine)]
