@@ -45,7 +45,7 @@ def _unified() -> Path | None:
 
 
 class Kernel:
-    """Speaks as a node's kernel. Its /dev/kmsg is a pipe of packets: as with the kernel's own, one read is one record."""
+    """Speaks as a node's kernel. Its /dev/kmsg is a pipe of packets: one read is one record, as with its own."""
 
     def __init__(self, kmsg: Path) -> None:
         self._pipe = os.open(kmsg, os.O_RDWR)  # the journal opens it to write, and waits until somebody may read
@@ -77,8 +77,9 @@ class Node(NamedTuple):
 
     def run(self, *command: str, patience: float = 20.0) -> str:
         """What a command prints; RuntimeError with what it said where it fails."""
-        options = {"capture_output": True, "text": True, "check": False, "env": ENVIRON, "timeout": patience}
-        done = subprocess.run(self.within(*command), **options)
+        done = subprocess.run(
+            self.within(*command), capture_output=True, text=True, check=False, env=ENVIRON, timeout=patience
+        )
         if done.returncode:
             raise RuntimeError(f"{join(command)}: exit code {done.returncode}: {done.stderr.strip()} {done.stdout}")
         return done.stdout
