@@ -171,7 +171,7 @@ class Ethtool:
         self._nics: dict[str, Nic] = {}
         self._tick = self._slots = 0
         self._socket: socket.socket | None = None
-        self._room = mmap.mmap(-1, _ROOM)
+        self._room = mmap.mmap(-1, _ROOM, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
 
     @property

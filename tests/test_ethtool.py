@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import struct
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,11 +15,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nics import GDRVINFO, GSSET_INFO, GSTATS, GSTRINGS, Nics, Reader
 
 from diagnosd.collectors.ethtool import COUNTERS, SLOW_TICKS, Ethtool, choose
 from diagnosd.collectors.machine import Machine, captured
 from diagnosd.schema import SCHEMA
+from nics import GDRVINFO, GSSET_INFO, GSTATS, GSTRINGS, Nics, Reader
 
 NOW = 1_700_000_000_000_000_000
 CORPUS = Path(__file__).parents[2] / "shared/corpora/sysfs"
@@ -172,6 +175,16 @@ def test_another_device_under_the_same_name_is_asked_anew(nics: Nics) -> None:
     assert "rx_prio4_pause" in later[-1].fields("eth0")
 
 
+def test_two_ports_of_one_function_are_two_and_a_bond_is_its_members(nics: Nics) -> None:  # A63, A54
+    nics.add("eth0", MLX5, driver="mlx4_core")
+    nics.add("eth1", MLX5.replace(": 7\n", ": 8\n"), driver="mlx4_core")
+    nics.interface("bond0")
+    with Reader(nics) as reader:
+        read = reader.read(NOW)
+    assert read.interfaces() == {"eth0", "eth1"}
+    assert (read.fields("eth0")["rx_prio3_pause"], read.fields("eth1")["rx_prio3_pause"]) == (7, 8)
+
+
 def test_what_has_no_device_or_joins_containers_is_never_asked(nics: Nics) -> None:
     nics.add("eth0", MLX5)
     nics.add("veth12", MLX5)
@@ -310,6 +323,41 @@ def test_every_counter_of_the_contract_is_one_that_is_taken() -> None:
     fast = choose(strings(*SCHEMA["ethtool"].fields), ["fast"]).names
     assert set(taken) == set(SCHEMA["ethtool"].fields)
     assert set(fast) == {field.name for field in SCHEMA["ethtool"].fields.values() if field.cadence == "fast"}
+
+
+# A pair of virtual interfaces in a network namespace of its own: each knows the other's number.
+VETH = """\
+import struct, subprocess, sys
+from pathlib import Path
+from diagnosd.collectors.ethtool import Ethtool, Selection
+from diagnosd.collectors.machine import Machine
+subprocess.run("ip link add one type veth peer name two", shell=True, check=True)
+device = Path(sys.argv[1]) / "class/net/one/device"
+device.parent.mkdir(parents=True)
+device.symlink_to("../../../0000:19:00.0")
+ethtool = Ethtool(Machine("n01", sys=Path(sys.argv[1])))
+assert ethtool.read(1) == []
+(nic,) = ethtool._nics.values()
+names = [name.strip(bytes(1)).decode() for name in ethtool._strings(nic)]
+nic.count = len(names)
+print(nic.series.tag("driver"), ethtool.errors, nic.supported, ethtool.missing is None)
+print(ethtool._fields(nic, Selection.of({"peer_ifindex": names.index("peer_ifindex")}))["peer_ifindex"])
+nic.count -= 1  # outdated
+print(ethtool._fields(nic, Selection.of({"peer_ifindex": 0})), nic.count)
+print(Path("/proc/net/dev_snmp6/two").read_text().split()[1])
+"""
+
+
+def test_the_kernel_answers_the_requests_as_the_stand_in_does(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may make interfaces")
+    command = ["unshare", "--net", sys.executable, "-c", VETH, str(tmp_path)]
+    driver, peer, outdated, two = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert driver == "veth 0 False False"  # it counts nothing that is wanted
+    assert peer == two
+    assert outdated == "{} 0"
 
 
 def test_the_kernel_of_this_machine_is_asked_and_refuses_nothing() -> None:

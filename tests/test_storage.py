@@ -84,6 +84,12 @@ def test_no_list_of_mounts_breaks_the_parser(text: str) -> None:
     once(mounts(text))
 
 
+@given(st.text(), st.sampled_from(["ext4", "nfs4", "fuse.x"]))
+def test_no_path_breaks_the_question(tmp_path_factory: pytest.TempPathFactory, path: str, fstype: str) -> None:
+    text = f"22 1 8:2 / {path} rw - {fstype} /dev/sda2 rw\n23 1 8:3 / / rw - ext4 /dev/sda3 rw\n"
+    encode(Disk(machine(tmp_path_factory.mktemp("disk"), {"proc/self/mountinfo": text})).read(NOW))
+
+
 @given(st.lists(st.sampled_from(["22", "8:2", "/", "-", " - ", "\\0", "\\777", "\\040", "nfs4", "", " "])))
 def test_no_line_of_a_mount_breaks_the_parser(words: list[str]) -> None:
     once(mounts(" ".join(words)))
@@ -141,6 +147,17 @@ def test_a_mount_that_cannot_be_read_takes_no_other_with_it(tmp_path: Path) -> N
     assert set(rows(disk.read(NOW))) == {str(tmp_path)}
 
 
+def test_a_mount_that_answered_once_and_is_refused_now_is_an_error_and_asked_again(tmp_path: Path) -> None:
+    where = tmp_path / "a"
+    where.mkdir()
+    disk = Disk(with_mounts(tmp_path, f"22 1 8:2 / {where} rw - ext4 /dev/sda2 rw"))
+    there = len(disk.read(NOW))
+    where.rmdir()
+    gone = len(disk.read(NOW + 1))
+    where.mkdir()
+    assert (there, gone, len(disk.read(NOW + 2)), disk.errors) == (1, 0, 1, 1)
+
+
 def test_paths_that_cannot_be_said_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "odd\\").mkdir()
     line = f"22 1 8:2 / {tmp_path}/odd\\134 rw - ext4 /dev/sda2 rw"
@@ -165,7 +182,7 @@ def test_this_machines_root_has_a_row() -> None:
 
 
 # A FUSE file system is a program that answers the kernel through a descriptor. This one answers INIT and STATFS, as
-# <linux/fuse.h> wants them, only once it is told to.
+# <linux/fuse.h> wants them, only once it is told to; there is nothing else in it.
 HUNG = """\
 import ctypes, json, os, struct, sys, threading
 from pathlib import Path
@@ -174,7 +191,7 @@ from diagnosd.collectors.machine import Machine
 
 NOW = 1_700_000_000_000_000_000
 IN, OUT = struct.Struct("=IIQQIIIHH"), struct.Struct("=IiQ")
-INIT, STATFS = 26, 17
+INIT, STATFS, UNANSWERED = 26, 17, (2, 36, 42)
 
 def answer(fuse):
     while True:
@@ -186,8 +203,10 @@ def answer(fuse):
         elif opcode == STATFS:
             body = struct.pack("=QQQQQIIII24x", 1000, 600, 500, 10, 5, 4096, 255, 4096, 0)
         else:
-            continue
-        os.write(fuse, OUT.pack(OUT.size + len(body), 0, unique) + body)
+            body = b""
+        # What was read and is not answered waits for ever, and not even SIGKILL ends it.
+        if opcode not in UNANSWERED:
+            os.write(fuse, OUT.pack(OUT.size + len(body), 0 if body else -2, unique) + body)
 
 where = sys.argv[1]
 fuse = os.open("/dev/fuse", os.O_RDWR)
@@ -196,7 +215,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 if libc.mount(b"server:/hung", where.encode(), b"fuse.hung", 0, options.encode()):
     print(json.dumps({"skip": f"mount of FUSE: {os.strerror(ctypes.get_errno())}"}))
     sys.exit(0)
-disk = Disk(Machine("n01"))
+# and a disk inside of it
+Path(sys.argv[2], "self").mkdir()
+Path(sys.argv[2], "self/mountinfo").write_text(
+    Path("/proc/self/mountinfo").read_text() + f"999 1 8:99 / {where}/disk rw - ext4 /dev/sdz rw\\n")
+disk = Disk(Machine("n01", proc=Path(sys.argv[2])))
 said = {}
 def read(name, at_s):
     points = disk.read(NOW + at_s * 10**9)
@@ -229,25 +252,28 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object
     if not Path("/dev/fuse").exists():
         pytest.skip("no /dev/fuse")
     where = tmp_path_factory.mktemp("hung")
-    command = ["unshare", "--mount", sys.executable, "-c", HUNG, str(where)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    said: dict[str, dict[str, object]] = json.loads(ran.stdout.replace(str(where), "/hung"))
+    command = ["unshare", "--mount", sys.executable, "-c", HUNG, str(where), str(tmp_path_factory.mktemp("proc"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    out, _ = process.communicate(timeout=30)
+    said: dict[str, dict[str, object]] = json.loads(out.replace(str(where), "/hung"))
     if "skip" in said:
         pytest.skip(str(said["skip"]))
     return said
 
 
-def test_a_hung_mount_is_absent_and_counted_and_the_others_are_read(hung: dict[str, dict[str, object]]) -> None:
+def test_a_hung_mount_and_a_disk_inside_of_it_are_absent_and_counted_and_the_others_are_read(
+    hung: dict[str, dict[str, object]],
+) -> None:
     for number, at in enumerate(("hung at 0", "hung at 10", "hung at 20", "hung at 30")):
         present = hung[at]["rows"]
         assert isinstance(present, dict)
         assert "/" in present
-        assert "/hung" not in present
-        assert hung[at]["errors"] == number + 1
+        assert not {"/hung", "/hung/disk"} & set(present)
+        assert hung[at]["errors"] == 2 * (number + 1)
 
 
 def test_a_hung_mount_holds_one_thread_however_often_it_is_read(hung: dict[str, dict[str, object]]) -> None:
-    assert {said["threads"] for at, said in hung.items() if at.startswith("hung")} == {2}
+    assert {said["threads"] for at, said in hung.items() if at.startswith("hung")} == {3}  # one for the disk inside
 
 
 def test_a_hung_mount_is_told_once_after_10_s_and_once_when_it_answers(hung: dict[str, dict[str, object]]) -> None:
