@@ -23,6 +23,7 @@ from diagnosd.collectors.net import Net
 from diagnosd.collectors.nfs import Nfs
 from diagnosd.collectors.node import Node
 from diagnosd.collectors.nstat import Nstat
+from diagnosd.collectors.nvml import Nvml
 from diagnosd.collectors.pressure import Pressure
 from diagnosd.point import Point
 
@@ -53,4 +54,5 @@ COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, 
 
 def hardware(machine: Machine) -> list[Collector]:
     """In the order in which they are read: Node, the last, tells what the others found."""
-    return [Infiniband(machine), Link(machine), Ethtool(machine), Disk(machine), Node(machine)]
+    nvml = Nvml(machine)
+    return [nvml, Infiniband(machine), Link(machine), Ethtool(machine), Disk(machine), Node(machine)]
