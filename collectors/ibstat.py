@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 TOOLS = ("ibstat", "ibstatus")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where they are, and an unprivileged user's has neither
-DEADLINE_S = 1.0  # they answer in 20 ms, or wait for a firmware that does not
+DEADLINE_S = 1.0  # for both: they answer in 20 ms, or wait for a firmware that does not
+LAST_S = 0.1  # for a process to end once it is shot
 AGAIN_S = 60.0
 OUTPUT_BYTES = 1 << 20  # hundreds of ports
 
@@ -162,7 +163,7 @@ class Ibstat:
         self._running: subprocess.Popen[bytes] | None = None  # one that outlived its deadline and SIGKILL
 
     def read(self) -> list[Port]:
-        """What the first tool tells that tells of a port. Takes at most two deadlines."""
+        """What the first tool tells that tells of a port."""
         now = time.monotonic()
         if self._asked is None or now - self._asked >= self._again_s:
             self._asked, self._ports = now, self._ask()
@@ -172,13 +173,13 @@ class Ibstat:
         if self._running and self._running.poll() is None:
             self.said = f"process {self._running.pid} still hangs"
             return []
-        reasons = []
+        reasons, end = [], time.monotonic() + DEADLINE_S
         for tool in TOOLS:
             program = shutil.which(tool, path=self._path)
             if program is None:
                 reasons.append(f"{tool}: not installed")
                 continue
-            output, reason = self._run([program])
+            output, reason = self._run([program], end)
             ports = parse(output)
             self.said = f"{tool}: {reason}" if reason else ""
             if ports:
@@ -187,7 +188,7 @@ class Ibstat:
         self.said = ", ".join(reasons)
         return []
 
-    def _run(self, argv: Sequence[str]) -> tuple[str, str]:
+    def _run(self, argv: Sequence[str], end: float) -> tuple[str, str]:
         """What it printed, as far as it came, and what went wrong."""
         try:
             process = subprocess.Popen(  # noqa: S603 - a tool of the system's own folders
@@ -199,12 +200,13 @@ class Ibstat:
             )
         except OSError as error:
             return "", f"cannot be started: {error.strerror}"
-        output, ended = _drain(process)
+        output, ended = _drain(process, end)
         if not ended:
             process.kill()
         try:
-            code = process.wait(DEADLINE_S / 4)
-        except subprocess.TimeoutExpired:  # in the kernel, where no signal reaches it
+            code = process.wait(LAST_S)
+        except subprocess.TimeoutExpired:  # it closed its output and lives on, or is where no signal reaches it
+            process.kill()
             self._running, code = process, 0
         text = output.decode("utf-8", "replace")
         if not ended:
@@ -212,10 +214,10 @@ class Ibstat:
         return text, f"exited with {code}: {text.strip().rpartition(chr(10))[2][:120]}" if code else ""
 
 
-def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
-    """Its output until it closes it, or until the deadline or OUTPUT_BYTES."""
+def _drain(process: subprocess.Popen[bytes], end: float) -> tuple[bytes, bool]:
+    """Its output until it closes it, or until the time or OUTPUT_BYTES are used up."""
     assert process.stdout is not None
-    output, end = bytearray(), time.monotonic() + DEADLINE_S
+    output = bytearray()
     with process.stdout as pipe, selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while len(output) < OUTPUT_BYTES and (left := end - time.monotonic()) > 0:

@@ -271,7 +271,7 @@ def missing(machine: Machine) -> str:
     folder = f"{machine.sys}/class/infiniband"
     if not os.path.isdir(folder):  # noqa: PTH112
         return f"no RDMA device here ({folder} is not there)"
-    return f"no RDMA device here ({folder}: {'all of them are excluded' if names(folder) else 'is empty'})"
+    return f"no RDMA device here ({folder} {'has none that is not excluded' if names(folder) else 'is empty'})"
 
 
 class Nics:

@@ -48,7 +48,7 @@ def link(at: Path, to: Path) -> None:
     """A relative symlink, as sysfs has them: the tree can be moved, and mounted elsewhere."""
     at.parent.mkdir(parents=True, exist_ok=True)
     at.unlink(missing_ok=True)
-    at.symlink_to(os.path.relpath(to, at.parent))
+    at.symlink_to(os.path.relpath(to.parent.resolve() / to.name, at.parent.resolve()))
 
 
 def hcas(root: Path, count: int = 8, *, link_layer: str = "InfiniBand") -> Path:
