@@ -11,7 +11,7 @@ import numpy as np
 
 from diagnosd.analysis.compare import Comparison
 from diagnosd.analysis.decompose import COMPUTE, HOST
-from diagnosd.analysis.evidence import Evidence, carriers, sends_at
+from diagnosd.analysis.evidence import Evidence, carriers, sends_since
 
 # A link whose signs reach this share of the worst one's shows the same trouble.
 ALIKE = 0.7
@@ -105,7 +105,7 @@ def slow_link(c: Comparison, evidence: list[Evidence]) -> Place:
 
 def _slower(c: Comparison, ways: list[Way]) -> list[Way]:
     """Those that send no faster than the slowest of them; all, where the kernel does not tell."""
-    rates = {(link.sender, link.receiver): sends_at(c, link) for link in c.links}
+    rates = {(link.sender, link.receiver): sends_since(c, link) for link in c.links}
     least = min(rates[way] for way in ways)
     return ways if isnan(least) else [way for way in ways if not rates[way] > FASTER * least]
 

@@ -36,6 +36,11 @@ class Increments:
         """The growth in a window; an interval that reaches over its edge counts by the part inside."""
         return float(np.sum(self.amount * self._inside(since, until)))
 
+    def whole(self, since: float, until: float) -> float:
+        """The growth over the intervals that lie wholly in a window; NaN where none does."""
+        inside = (self.start >= since) & (self.end <= until)
+        return float(np.sum(self.amount[inside])) if inside.any() else float("nan")
+
     def mean(self, since: float, until: float) -> float:
         """Mean rate in a window, over the part that is known; NaN where that is less than half of it."""
         known = float(np.sum((self.end - self.start) * self._inside(since, until)))

@@ -191,6 +191,13 @@ def test_between_two_hosts_the_direction_that_sends_more_slowly_is_named_or_eith
     assert tuple(sorted(verdict.loci)) == loci
 
 
+def test_a_look_that_began_before_the_slowdown_does_not_tell_which_direction_is_slow() -> None:
+    """Its mean is half of the old rate: the slower direction would pass for the faster one."""
+    seldom = [each for each in sending("a", 0, 1, 66e6) if (each.time - T0) // 10**9 not in (58, 59, 60, 61, 62, 63)]
+    (verdict,) = classify(compared({"transfer": 0.5}, *seldom, *sending("b", 1, 0, 70e6)))
+    assert verdict.loci == ("host:b",)
+
+
 def test_retransmits_count_against_their_own_past_whatever_the_congestion_control() -> None:
     def measured(before: float, during: float) -> float | None:
         sent = talk("a", 0, 1)

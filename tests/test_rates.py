@@ -48,6 +48,12 @@ def test_a_mean_needs_half_of_its_window() -> None:
     assert math.isnan(grown.mean(5, 30))
 
 
+def test_whole_intervals_alone_tell_of_a_window_whose_edges_lie_within_others() -> None:
+    grown = rates.increments(seconds(5), counted(0, 10, 20, 120, 220))
+    assert grown.whole(1.5, 4) == 200
+    assert math.isnan(grown.whole(1.5, 2.5))
+
+
 @given(st.lists(st.integers(-5, 2**63 - 1), max_size=40))
 def test_no_counter_ever_gives_a_negative_or_impossible_rate(values: list[int]) -> None:
     grown = rates.increments(seconds(len(values)), np.array(values, np.int64))
