@@ -82,7 +82,8 @@ class Disk:
         self._forget(watched)
         # The way to what is mounted inside of a network file system leads through it.
         beyond = tuple(f"{mount.path.rstrip('/')}/" for mount in mounted if _remote(mount))
-        at_once, asked = [], []
+        at_once: list[Mount] = []
+        asked: list[Mount] = []
         for mount in [mount for mount in watched if mount not in self._refused][:MOUNTS]:
             (asked if _remote(mount) or mount.path.startswith(beyond) else at_once).append(mount)
         self._ask(asked, now_ns)
