@@ -55,4 +55,11 @@ COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, 
 def hardware(machine: Machine) -> list[Collector]:
     """In the order in which they are read: Node, the last, tells what the others found."""
     nvml = Nvml(machine)
-    return [nvml, Infiniband(machine), Link(machine), Ethtool(machine), Disk(machine), Node(machine)]
+    return [
+        nvml,
+        Infiniband(machine),
+        Link(machine),
+        Ethtool(machine),
+        Disk(machine),
+        Node(machine, nvml=nvml.inventory),
+    ]

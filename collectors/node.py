@@ -1,28 +1,46 @@
-"""What this machine is, as far as any Linux tells it: network interfaces, processors, memory, kernel."""
+"""What this machine is: GPUs, NICs and how near they are to each other, drivers, processors, memory.
+
+GPUs are what NVML told last, and what PCI lists and NVML does not know. Which NIC serves the training, the storage or
+the management (`role`), and which rail it is of, no machine knows of itself: the operators declare it.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import re
 import socket
 import struct
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diagnosd.collectors.kernel import first_line, text_of
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
+from diagnosd.collectors.pci import Function, Pci, address, affinity, driver, names
+from diagnosd.collectors.rdma import Nics
+from diagnosd.collectors.software import software
+from diagnosd.documents import Gpu, Nic, Software
 from diagnosd.point import Point, point
 
 REPEAT_S = 60  # the inventory is told at least so often, and when it changes (telemetry.md 3)
 # ARPHRD_* of <linux/if_arp.h> in /sys/class/net/X/type
 LINK_LAYERS = {"1": "Ethernet", "32": "InfiniBand"}
 STATES = {"up": "ACTIVE", "down": "DOWN", "lowerlayerdown": "DOWN"}  # operstate; `unknown` and the rest say nothing
+# An idle GPU lowers its link and raises it again, dozens of times a minute on some nodes: that is no change of machine.
+_OF_THE_MOMENT = frozenset({"pcie_gen", "pcie_width", "pcie_busy"})
+_OF_NETDEV = ("mtu", "driver", "addresses")  # what an RDMA port has from its network interface, where not from itself
+_LOST = "the GPU at {} is on the PCI bus, and NVML, which knows {} others, does not know it"
 
 _SIOCGIFCONF = 0x8912
 _IFREQ = struct.Struct("16s4x4s16x")  # name; family and port; IPv4 address; the rest of the union, on 64 bits
+# /proc/net/if_inet6: address, index, prefix, scope (20 is link-local), flags, interface
+_INET6 = re.compile(r"^([0-9a-f]{32}) [0-9a-f]+ [0-9a-f]+ ([0-9a-f]+) [0-9a-f]+ +(\S+)$", re.MULTILINE)
+_WHOLE = re.compile(r"[0-9]{1,9}")
+_MEMORY = re.compile(r"MemTotal: +([0-9]{1,15}) kB")
+_MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,6})$", re.MULTILINE)
 
 
 def ipv4_addresses() -> dict[str, list[str]]:
@@ -32,105 +50,279 @@ def ipv4_addresses() -> dict[str, list[str]]:
         request = struct.pack("iP", len(room), room.buffer_info()[0])
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _SIOCGIFCONF, request))[0]
     found: dict[str, list[str]] = {}
-    for name, address in _IFREQ.iter_unpack(room[:used].tobytes()):
+    for name, at in _IFREQ.iter_unpack(room[:used].tobytes()):
         interface = name.partition(b"\0")[0].decode(errors="replace").partition(":")[0]
-        found.setdefault(interface, []).append(socket.inet_ntoa(address))
+        found.setdefault(interface, []).append(socket.inet_ntoa(at))
     return found
+
+
+class Placed(NamedTuple):
+    """A GPU, a port or an interface: the name that `affinity` has for it, what is known, and where it is plugged in."""
+
+    name: str
+    facts: Mapping[str, Any]
+    function: Function | None
 
 
 class Node:
     name = "node"
     every = 10
 
-    def __init__(self, machine: Machine, ipv4: Callable[[], Mapping[str, list[str]]] = ipv4_addresses) -> None:
-        self.errors = 0
-        self._host = machine.host
-        self._proc = machine.proc
-        self._sys = machine.sys
+    def __init__(
+        self,
+        machine: Machine,
+        nvml: Callable[[], Mapping[str, Any]] = dict,
+        ipv4: Callable[[], Mapping[str, list[str]]] = ipv4_addresses,
+    ) -> None:
+        """`nvml` gives `Nvml.inventory()`: what was told there last, without a call to the library."""
+        self._machine = machine
+        self._nvml = nvml
         self._ipv4 = ipv4
+        self._pci = Pci(machine)
+        self._rdma = Nics(machine)
+        self.errors = 0
         self._told = ""
         self._reads_since = 0
+        self._met: set[str | None] = set()  # addresses of the GPUs that NVML knew, and of those told to be lost
+        self._known_ports: list[dict[str, Any]] = []
+        self._online: str | None = None
+        self._cores: dict[str, int] | None = None
 
     def read(self, now_ns: int) -> list[Point]:
         """The inventory: at first, when it has changed, and every REPEAT_S."""
-        inventory = json.dumps(self.inventory(), separators=(",", ":"))
+        inventory = self.inventory()
+        settled = json.dumps({**inventory, "gpus": [_settled(gpu) for gpu in inventory.get("gpus", ())]})
         self._reads_since += 1
-        if inventory == self._told and self._reads_since * self.every < REPEAT_S:
-            return []
-        self._told, self._reads_since = inventory, 0
-        return [point("diagnosd_node", {"host": self._host}, {"inventory": inventory}, now_ns)]
+        if settled == self._told and self._reads_since * self.every < REPEAT_S:
+            return self._gone(inventory, now_ns)
+        self._told, self._reads_since = settled, 0
+        text = json.dumps(inventory, separators=(",", ":"))
+        told = point("diagnosd_node", {"host": self._machine.host}, {"inventory": text}, now_ns)
+        return [told, *self._gone(inventory, now_ns)]
 
     def inventory(self) -> dict[str, Any]:
         """A NodeInventory of the contract; what is unknown is missing."""
+        told = self._nvml()
+        self._pci.refresh()
+        gpus, nics = self._gpus(told), self._nics()
+        functions = [each.function for each in (*gpus, *nics) if each.function]
         known = {
-            "nics": self._nics(),
-            "software": _present({"kernel": first_line(self._proc / "sys/kernel/osrelease")}),
-            "boot_id": first_line(self._proc / "sys/kernel/random/boot_id"),
+            "gpus": [_only(Gpu, each.facts) for each in gpus],
+            "nics": [_only(Nic, each.facts) for each in nics],
+            "affinity": _affinity(gpus, nics),
+            "fabric": dict(told.get("fabric") or {}),
+            "software": _only(Software, self._software(told, functions)),
+            "boot_id": first_line(self._machine.proc / "sys/kernel/random/boot_id"),
             "cpu": self._cpu(),
             "memory_bytes": self._memory(),
         }
         return {key: value for key, value in known.items() if value}
 
-    def _nics(self) -> list[dict[str, Any]]:
-        folder = self._sys / "class/net"
-        if not folder.is_dir():
-            return []
+    # -- GPUs ----------------------------------------------------------------------------------------------------------
+
+    def _gpus(self, told: Mapping[str, Any]) -> list[Placed]:
+        """Those of NVML, each with its place, then those that it should know and does not, by their address alone."""
+        known = [Placed(_gpu_name(facts), facts, self._pci.at(facts.get("pci"))) for facts in told.get("gpus", ())]
+        answering = {each.function.address for each in known if each.function}
+        bare = [
+            Placed(each.address, {"pci": each.address.zfill(16).upper()}, each)
+            for each in self._pci.gpus()
+            if each.address not in answering and self._should_answer(each, bool(answering))
+        ]
+        return [self._with_link(each) for each in (*known, *bare)]
+
+    def _should_answer(self, function: Function, others_do: bool) -> bool:
+        """Not where another driver has it, for a virtual machine, nor where a container hides it from us.
+
+        A GPU that fell off the bus before its driver came is bound to none. One that is driven has a device node,
+        unless our container was not given it.
+        """
+        bound = driver(function.folder)
+        if bound != "nvidia":
+            return bound is None
+        told = text_of(self._machine.proc / "driver/nvidia/gpus" / function.address / "information")
+        minor = _MINOR.search(told)
+        return not others_do or (minor is not None and (self._machine.dev / f"nvidia{minor[1]}").exists())
+
+    def _gone(self, inventory: Mapping[str, Any], now_ns: int) -> list[Point]:
+        """One event for each GPU that PCI lists and NVML, which knows others, has not known since we are here.
+
+        One that it knew is told by whoever asked it last.
+        """
+        gpus = inventory.get("gpus", [])
+        answering = {address(gpu.get("pci")) for gpu in gpus if "uuid" in gpu}
+        silent = {address(gpu.get("pci")) for gpu in gpus if "uuid" not in gpu} - self._met if answering else set()
+        self._met |= answering | silent
+        return [
+            point("diagnosd_event", self._tags(each), {"text": _LOST.format(each, len(answering))}, now_ns + 1 + at)
+            for at, each in enumerate(sorted(filter(None, silent)))
+        ]
+
+    def _tags(self, gpu: str) -> dict[str, str]:
+        return {"host": self._machine.host, "kind": "gpu_lost", "subject": f"gpu:{self._machine.host}/PCI:{gpu[:-2]}"}
+
+    # -- NICs ----------------------------------------------------------------------------------------------------------
+
+    def _nics(self) -> list[Placed]:
+        """A port of an RDMA device each, with its network interface, then the interfaces that belong to none."""
         try:
-            interfaces = sorted(entry.name for entry in folder.iterdir() if watched(entry.name))
-            addresses = dict(self._ipv4())
+            addresses = dict(self._ipv4()) if self._machine.live else {}
         except OSError:
             self.errors += 1
-            return []
-        for interface, address in self._ipv6():
-            addresses.setdefault(interface, []).append(address)
-        return [self._nic(interface, addresses.get(interface, [])) for interface in interfaces]
+            addresses = {}
+        for interface, each in self._ipv6():
+            addresses.setdefault(interface, []).append(each)
+        interfaces = self._interfaces()
+        placed = []
+        for port in self._ports():
+            own = interfaces.pop(port.get("netdev", ""), None)
+            of_netdev = self._nic(port["netdev"], own, addresses) if own else {}
+            place = self._pci.function(self._machine.sys / "class/infiniband" / port["device"] / "device")
+            facts = {**{key: of_netdev[key] for key in _OF_NETDEV if key in of_netdev}, **port}
+            placed.append(Placed(port["device"], facts, place or self._pci.at(port.get("pci"))))
+        for name, folder in interfaces.items():
+            place = self._pci.function(folder / "device")
+            if not self._machine.excludes(name, place and place.address):
+                placed.append(Placed(name, self._nic(name, folder, addresses), place))
+        return [self._with_link(each) for each in placed]
 
-    def _nic(self, interface: str, addresses: list[str]) -> dict[str, Any]:
-        folder = self._sys / "class/net" / interface
-        mtu, driver = first_line(folder / "mtu"), folder / "device/driver"
-        return _present(
-            {
-                "netdev": interface,
-                "link_layer": LINK_LAYERS.get(first_line(folder / "type") or ""),
-                "state": STATES.get(first_line(folder / "operstate") or ""),
-                "rate_gbps": self._rate(folder),
-                "mtu": int(mtu) if mtu and mtu.isdecimal() else None,
-                "driver": driver.resolve().name if driver.exists() else None,
-                "addresses": addresses or None,
+    def _ports(self) -> list[dict[str, Any]]:
+        """As they were the last time where nobody can say now which devices there are."""
+        try:
+            self._known_ports = self._rdma.read()
+        except OSError:
+            self.errors += 1
+        return self._known_ports
+
+    def _interfaces(self) -> dict[str, Path]:
+        """Their folders. A captured tree may have them at their functions alone."""
+        folder, devices = self._machine.sys / "class/net", self._pci.devices
+        found = {name: folder / name for name in names(folder)}
+        if not found and not self._machine.live:
+            found = {
+                name: devices / each / "net" / name for each in names(devices) for name in names(devices / each / "net")
             }
-        )
+        return {
+            name: path
+            for name, path in found.items()
+            if watched(name) and name.isprintable() and not self._machine.excludes(name) and path.is_dir()
+        }
+
+    def _nic(self, interface: str, folder: Path, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
+        return {
+            "netdev": interface,
+            "link_layer": LINK_LAYERS.get(first_line(folder / "type") or ""),
+            "state": STATES.get(first_line(folder / "operstate") or ""),
+            "rate_gbps": self._rate(folder),
+            "mtu": _whole(first_line(folder / "mtu")),
+            "driver": driver(folder / "device"),
+            "addresses": addresses.get(interface),
+        }
 
     @staticmethod
     def _rate(folder: Path) -> float | None:
         """Gbit/s of the link while it is up. What has no device behind it invents one: a veth says 10000, always."""
-        speed = first_line(folder / "speed") if (folder / "device").exists() else None
-        return int(speed) / 1000 if speed and speed.isdecimal() and speed != "0" else None  # a port that is down: -1
+        speed = _whole(first_line(folder / "speed")) if (folder / "device").exists() else None
+        return speed / 1000 if speed else None  # a port that is down: -1
 
     def _ipv6(self) -> list[tuple[str, str]]:
-        """/proc/net/if_inet6: address, index, prefix, scope (20 is link-local), flags, interface."""
-        rows = (line.split() for line in text_of(self._proc / "net/if_inet6").splitlines())
-        return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] != "20"]
+        rows = _INET6.findall(text_of(self._machine.proc / "net/if_inet6"))
+        return [
+            (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(at))) for at, scope, name in rows if scope != "20"
+        ]
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _with_link(self, placed: Placed) -> Placed:
+        """What PCI tells beside what its own driver told."""
+        function = placed.function
+        if function is None:
+            return placed
+        place = {"pci": function.address, "numa": function.numa, **self._pci.link(function)}
+        known = {key: value for key, value in placed.facts.items() if value is not None}
+        return placed._replace(facts={**place, **known})
+
+    def _software(self, told: Mapping[str, Any], functions: list[Function]) -> dict[str, Any]:
+        """NVML's word for the driver's version counts before that of the file: it is that of the library in use."""
+        cmdline = text_of(self._machine.proc / "cmdline")
+        paths = {"acs": self._pci.acs(functions), "iommu": self._pci.iommu(functions, cmdline)}
+        return {**software(self._machine), **told.get("software", {}), **paths}
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _cpu(self) -> dict[str, int] | None:
-        """Cores, not hardware threads, where the kernel tells them apart."""
-        cores, sockets, threads = set(), set(), 0
-        socket_id = ""
-        for line in text_of(self._proc / "cpuinfo").splitlines():
-            key, _, value = line.partition(":")
-            key = key.strip()
-            threads += key == "processor"
-            if key == "physical id":
-                socket_id = value
-                sockets.add(value)
-            elif key == "core id":
-                cores.add((socket_id, value))
-        return _present({"cores": len(cores) or threads or None, "sockets": len(sockets) or None}) or None
+        """Cores, not hardware threads, where the kernel tells them apart.
+
+        Read anew when a processor goes on or off line: some kernels ask each of hundreds for its clock, to write this.
+        """
+        online = first_line(self._machine.sys / "devices/system/cpu/online")
+        if self._cores is None or online != self._online:
+            self._online, self._cores = online, _cores(text_of(self._machine.proc / "cpuinfo"))
+        return self._cores
 
     def _memory(self) -> int | None:
         """Bytes: MemTotal is the first line of /proc/meminfo, in KiB."""
-        name, _, rest = (first_line(self._proc / "meminfo") or "").partition(":")
-        return 1024 * int(rest.split()[0]) if name == "MemTotal" else None
+        found = _MEMORY.match(first_line(self._machine.proc / "meminfo") or "")
+        return 1024 * int(found[1]) if found else None
 
 
-def _present(known: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in known.items() if value is not None}
+def _cores(cpuinfo: str) -> dict[str, int]:
+    cores, sockets, threads = set(), set(), 0
+    socket_id = ""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        key = key.strip()
+        threads += key == "processor"
+        if key == "physical id":
+            socket_id = value
+            sockets.add(value)
+        elif key == "core id":
+            cores.add((socket_id, value))
+    known = {"cores": len(cores) or threads, "sockets": len(sockets)}
+    return {key: count for key, count in known.items() if count}
+
+
+def _affinity(gpus: Sequence[Placed], nics: Sequence[Placed]) -> dict[str, dict[str, str]]:
+    """From each GPU to the others and to the NICs. A virtual function is as near as the one it is of."""
+    there = {each.function.address for each in nics if each.function}
+    own = [each for each in nics if each.facts.get("physfn") not in there]
+    found = {}
+    for gpu in gpus:
+        words = {other.name: _nearness(gpu, other) for other in (*own, *gpus) if other is not gpu}
+        found[gpu.name] = {name: word for name, word in words.items() if word}
+    return {name: words for name, words in found.items() if words}
+
+
+def _nearness(gpu: Placed, other: Placed) -> str | None:
+    links = _nvlinks(gpu, other)
+    if links:
+        return f"NV{links}"
+    return affinity(gpu.function, other.function) if gpu.function and other.function else None
+
+
+def _nvlinks(gpu: Placed, other: Placed) -> int:
+    """NVLinks that are up between two GPUs, or from each to the switches that join them."""
+    here: Mapping[str, int] = gpu.facts.get("nvlink_to") or {}
+    there: Mapping[str, int] = other.facts.get("nvlink_to") or {}
+    direct = sum(
+        count for remote, count in here.items() if address(remote) == (other.function and other.function.address)
+    )
+    return direct or min(here.get("switch", 0), there.get("switch", 0))
+
+
+def _gpu_name(facts: Mapping[str, Any]) -> str:
+    """GPU0 as nvidia-smi numbers them; one without a number goes by its address."""
+    return f"GPU{facts['index']}" if "index" in facts else address(facts.get("pci")) or ""
+
+
+def _settled(gpu: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in gpu.items() if key not in _OF_THE_MOMENT}
+
+
+def _only(kind: type[Gpu | Nic | Software], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the document, in its order."""
+    return {key: facts[key] for key in kind.__struct_fields__ if facts.get(key) is not None}
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text and _WHOLE.fullmatch(text) else None

@@ -114,6 +114,10 @@ class Gpu(_Document, frozen=True):
     pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    pcie_gen_slot: int | None = None  # at most, of the slowest link of its slot and above: a ceiling, not a fault
+    pcie_width_slot: int | None = None
+    pcie_gen_path: int | None = None  # now, of the slowest link above its own
+    pcie_width_path: int | None = None
     pcie_busy: bool | None = None  # was working when the PCIe figures were read: an idle GPU lowers them
     power_limit_w: float | None = None
     power_limit_default_w: float | None = None
@@ -133,6 +137,11 @@ class Peer(_Document, frozen=True):
     via: str | None = None  # lldp, declared, ...
 
 
+class Member(_Document, frozen=True):
+    netdev: str | None = None
+    state: str | None = None  # a bond stays up, and at half its rate, when one of two members is down
+
+
 class Nic(_Document, frozen=True):
     device: str | None = None  # missing for a NIC without an RDMA device
     port: int | None = None
@@ -150,6 +159,10 @@ class Nic(_Document, frozen=True):
     pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    pcie_gen_slot: int | None = None  # as of a GPU
+    pcie_width_slot: int | None = None
+    pcie_gen_path: int | None = None
+    pcie_width_path: int | None = None
     firmware: str | None = None
     role: str | None = None  # compute, storage, management
     driver: str | None = None
@@ -162,6 +175,8 @@ class Nic(_Document, frozen=True):
     peer: Peer | None = None
     netns: str | None = None  # "other": held by another network namespace
     addresses: tuple[str, ...] | None = None  # of its netdev
+    physfn: str | None = None  # PCI address of the physical function that this one is a virtual one of
+    members: tuple[Member, ...] | None = None  # of its netdev, where that is a bond
 
 
 class NvFabric(_Document, frozen=True):

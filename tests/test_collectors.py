@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +16,8 @@ from diagnosd.collectors.kernel import KernelFile
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mem import Mem
 from diagnosd.collectors.net import Net
-from diagnosd.collectors.node import Node
 from diagnosd.collectors.nstat import Nstat
 from diagnosd.collectors.pressure import Pressure
-from diagnosd.documents import decode_node
 from diagnosd.point import Point, decode, encode
 from diagnosd.schema import SCHEMA
 
@@ -184,58 +180,6 @@ def test_who_keeps_the_clock_is_seen_in_run(tmp_path: Path, left: str, source: s
     assert found.fields["source"] == source
 
 
-def test_the_inventory_has_the_rate_of_a_real_port_and_none_that_a_virtual_one_invents(tmp_path: Path) -> None:
-    port = {"speed": "100000\n", "mtu": "9000\n", "type": "1\n", "operstate": "up\n"}
-    sys = tree(tmp_path, {f"class/net/{name}/{file}": text for name in ("eth0", "br0") for file, text in port.items()})
-    (sys / "class/net/eth0/device").mkdir()
-    drivers = tree(tmp_path, {"bus/drivers/mlx5_core/bind": ""}) / "bus/drivers/mlx5_core"
-    (sys / "class/net/eth0/device/driver").symlink_to(drivers)
-    br0, eth0 = Node(Machine("n01", tmp_path, sys), lambda: {"eth0": ["10.0.0.1"]}).inventory()["nics"]
-    assert eth0 == {
-        "netdev": "eth0", "link_layer": "Ethernet", "state": "ACTIVE", "rate_gbps": 100.0, "mtu": 9000,
-        "driver": "mlx5_core", "addresses": ["10.0.0.1"],
-    }  # fmt: skip
-    assert br0 == {"netdev": "br0", "link_layer": "Ethernet", "state": "ACTIVE", "mtu": 9000}
-
-
-@pytest.mark.parametrize("speed", ["-1\n", "0\n", "", "unknown\n"])
-def test_a_port_that_does_not_know_its_speed_reports_none(tmp_path: Path, speed: str) -> None:
-    tree(tmp_path, {"class/net/eth0/speed": speed, "class/net/eth0/device/vendor": ""})
-    assert Node(Machine("n01", tmp_path, tmp_path), dict).inventory()["nics"] == [{"netdev": "eth0"}]
-
-
-def test_the_inventory_counts_cores_and_not_threads(tmp_path: Path) -> None:
-    threads = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 0, 0), (5, 0, 1), (6, 1, 0), (7, 1, 1)]
-    cpuinfo = "\n".join(f"processor\t: {p}\nphysical id\t: {s}\ncore id\t\t: {c}\n" for p, s, c in threads)
-    files = {"cpuinfo": cpuinfo, "meminfo": "MemTotal:  2048 kB\nMemFree: 1 kB\n", "sys/kernel/osrelease": "6.8.0\n"}
-    inventory = Node(Machine("n01", tree(tmp_path, files), tmp_path), dict).inventory()
-    assert inventory["cpu"] == {"cores": 4, "sockets": 2}
-    assert inventory["memory_bytes"] == 2048 * 1024
-    assert inventory["software"] == {"kernel": "6.8.0"}
-
-
-def test_the_inventory_is_told_at_first_when_it_changes_and_every_minute(tmp_path: Path) -> None:
-    node = Node(Machine("n01", tree(tmp_path, {"sys/kernel/osrelease": "6.8.0\n"}), tmp_path), dict)
-    told = [bool(node.read(NOW)) for _ in range(8)]
-    tree(tmp_path, {"sys/kernel/osrelease": "6.9.0\n"})
-    assert told == [True, False, False, False, False, False, True, False]
-    assert node.read(NOW)
-
-
-def test_this_machines_inventory_is_a_document_of_the_contract() -> None:
-    (found,) = Node(Machine("n01")).read(NOW)
-    inventory = decode_node(str(found.fields["inventory"]))
-    assert inventory.boot_id
-    assert inventory.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_ipv6_addresses_of_an_interface_are_known_link_local_ones_left_out(tmp_path: Path) -> None:
-    rows = "fd000000000000000000000000000002 02 40 00 80 eth0\nfe800000000000000000000000000001 02 40 20 80 eth0\n"
-    files = {"net/if_inet6": rows, "class/net/eth0/mtu": "1500\n"}
-    (eth0,) = Node(Machine("n01", tree(tmp_path, files), tmp_path), dict).inventory()["nics"]
-    assert eth0["addresses"] == ["fd00::2"]
-
-
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_machine_that_has_nothing_of_it_is_no_error_and_no_zero(make: type[Net], tmp_path: Path) -> None:
     collector = make(Machine("n01", tmp_path, tmp_path))
@@ -275,11 +219,6 @@ def test_a_collector_reads_this_machine_and_keeps_the_contract(make: type[Net]) 
 
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_collector_is_read_as_often_as_the_contract_says(make: type[Net]) -> None:
-    measurement = {"clock": "diagnosd_clock", "node": "diagnosd_node"}.get(make.name, make.name)
+    measurement = {"clock": "diagnosd_clock"}.get(make.name, make.name)
     cadences = {field.cadence for field in SCHEMA[measurement].fields.values() if field.name != "speed"}
     assert make.every == min(PERIODS[cadence] for cadence in cadences)
-
-
-def test_the_inventory_holds_nothing_that_json_cannot_say(tmp_path: Path) -> None:
-    tree(tmp_path, {"class/net/eth0/mtu": "1500"})
-    assert json.loads(json.dumps(Node(Machine("n01", tmp_path, tmp_path), dict).inventory()))["nics"]
