@@ -1,6 +1,6 @@
-"""The node program: each collector is read on a thread of its own, and what comes goes through one ring to the sinks.
+"""The node program: what reads /proc has a thread each, what touches a device a process; one ring goes to the sinks.
 
-The loop keeps time. What may hang (a device, a disk, a sink) is touched by other threads only, and so cannot stop the
+The loop keeps time. What may hang (a file, a disk, a sink) is touched by other threads only, and so cannot stop the
 heartbeat. A collector that does not answer is left alone until it does, and a sink that fails gets nothing more; the
 others go on.
 """
@@ -11,18 +11,20 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from diagnosd import documents
+from diagnosd import child, documents
 from diagnosd.collectors import COLLECTORS, Collector
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.steps import Steps
+from diagnosd.devices import Devices
 from diagnosd.documents import ClusterSpec, DocumentError, cluster_from_toml
+from diagnosd.journal import log_calmly
 from diagnosd.lane import Lane
+from diagnosd.pace import Batch, resident_bytes
 from diagnosd.point import Point, Series, encode, point
-from diagnosd.reads import Batch, resident_bytes
 from diagnosd.sinks import STOP_S, Feeder, Recorder, Ring, Sink, recording_of
 
 log = logging.getLogger("diagnosd.agent")
@@ -42,9 +44,16 @@ class Agent:
     Every thread is made here: `run` does not fail for want of one.
     """
 
-    def __init__(self, host: str, collectors: Iterable[Collector], sinks: Sequence[Sink]) -> None:
+    def __init__(
+        self,
+        host: str,
+        collectors: Iterable[Collector],
+        sinks: Sequence[Sink],
+        devices: Callable[[Callable[[Batch], None]], Devices] | None = None,
+    ) -> None:
         self._host = host
         self._ring = Ring()
+        self._devices = devices(self._ring.put) if devices else None
         self._lanes = [Lane(collector, self._ring.put) for collector in collectors]
         self._feeder = Feeder(self._ring, sinks)
         self._told = [0, 0]  # of what was lost, in the last event
@@ -77,7 +86,7 @@ class Agent:
             if not lane.idle(0.0):
                 points += self._patience(lane, now_ns + number)  # events of one kind and subject: 1 ns apart
             elif tick >= lane.due:
-                lane.due = tick + lane.reads.every
+                lane.due = tick + lane.paced.every
                 lane.abandoned = False
                 lane.ask(now_ns)
         if tick % SELF_EVERY == 0:
@@ -88,8 +97,8 @@ class Agent:
         """One event when a read is past its deadline. The thread cannot be freed: nothing more is asked of it."""
         if lane.abandoned or lane.waited() < DEADLINE_S:
             return []
-        lane.abandoned, lane.reads.up = True, False
-        text = f"{lane.reads.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
+        lane.abandoned, lane.paced.up = True, False
+        text = f"{lane.paced.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
         log.warning(text)
         return [self._gap(text, None, now_ns)]
 
@@ -116,20 +125,22 @@ class Agent:
         collectors = [lane.collector for lane in self._lanes]
         fields = {
             "up": 1,
-            "seconds": sum(lane.reads.seconds for lane in self._lanes),
-            "errors": sum(lane.reads.errors for lane in self._lanes),
+            "seconds": sum(lane.paced.seconds for lane in self._lanes),
+            "errors": sum(lane.paced.errors for lane in self._lanes),
             "dropped": self.lost + sum(getattr(collector, "dropped", 0) for collector in collectors),
             "cpu_seconds": time.process_time(),
             "rss": resident_bytes(),
         }
         points = [point("diagnosd_agent", {"host": self._host, "collector": "agent"}, fields, now_ns)]
         if each:
-            points += [lane.reads.heartbeat(self._host, now_ns) for lane in self._lanes]
+            points += [lane.paced.heartbeat(self._host, now_ns) for lane in self._lanes]
         return points
 
     def _finish(self) -> None:
         """What the collectors still hold is read, and everything accepted is written, within STOP_S."""
         deadline = time.monotonic() + STOP_S
+        if self._devices:
+            self._devices.leave()
         for lane in self._lanes:
             if isinstance(lane.collector, Steps):
                 lane.collector.close()
@@ -137,6 +148,8 @@ class Agent:
                 lane.ask(time.time_ns())
         for lane in self._lanes:
             lane.idle(deadline - STOP_S / 2 - time.monotonic())
+        if self._devices:
+            self._devices.join(deadline - STOP_S / 3 - time.monotonic())
         if losses := self._losses(time.time_ns()):
             self._ring.put(Batch(losses, encode(losses)))
         self._ring.close()
@@ -175,25 +188,26 @@ def declaration(file: Path | None) -> tuple[str, list[Declared]]:
     return name, [Declared(name, spec)]
 
 
-def make(host: str, socket: Path, sinks: Sequence[Sink], more: Iterable[Collector] = ()) -> Agent:
+def make(
+    host: str, socket: Path, sinks: Sequence[Sink], more: Iterable[Collector] = (), exclude: Sequence[str] = ()
+) -> Agent:
     """An agent with every collector of this machine. OSError where the socket cannot be had."""
-    machine = Machine(host)
-    return Agent(host, [Steps(host, socket), *(collector(machine) for collector in COLLECTORS), *more], sinks)
+    machine = Machine(host, exclude=tuple(exclude))
+    collectors = [Steps(host, socket), *(collector(machine) for collector in COLLECTORS), *more]
+
+    def devices(put: Callable[[Batch], None]) -> Devices:
+        return Devices(host, child.command(host, exclude), child.environment(socket), put)
+
+    return Agent(host, collectors, sinks, devices)
 
 
-def log_calmly() -> None:
-    """Lines on stderr for whoever watches or keeps the journal; one that cannot be written is no error."""
-    logging.raiseExceptions = False
-    logging.basicConfig(format="diagnosd: %(message)s", level=logging.INFO)
-
-
-def collect(socket: Path, host: str, record: str, cluster: Path | None) -> None:
+def collect(socket: Path, host: str, record: str, cluster: Path | None, exclude: Sequence[str]) -> None:
     """Record until told to stop. OSError or RecordingError where the socket or the recording cannot be had."""
     log_calmly()
     hold_signals()
     name, declared = declaration(cluster)
     file = recording_of(record, host)
-    watched = make(host, socket, [Recorder(file, cluster=name)], declared)
+    watched = make(host, socket, [Recorder(file, cluster=name)], declared, exclude)
     log.info("recording %s into %s; %s", host, file, invitation(socket))
     asyncio.run(until_told(watched))
 

@@ -112,6 +112,12 @@ Exclude = Annotated[
         help="Open nothing of the devices that match (interface, RDMA device, PCI address, GPU's uuid); repeatable.",
     ),
 ]
+SysRoot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", exists=True, file_okay=False, help="Read the tree captured there instead of this machine."
+    ),
+]
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
 
@@ -122,6 +128,7 @@ def run(
     record: Record = "",
     cluster: Cluster = None,
     host: Host = "",
+    exclude: Exclude = None,
     output: OutputAs = Output.text,
 ) -> None:
     """Run a command and say, while it runs and when it ends, why it is slow.
@@ -138,7 +145,9 @@ def run(
     named = job_name({**environ, "DIAGNOSD_JOB": job} if job else environ, os.getpid())
     with _analysis(COULD_NOT_START):
         from diagnosd import run as observed  # noqa: PLC0415
-    raise typer.Exit(observed.run(command, environ, observed.Options(host, record, cluster), named, output))
+    raise typer.Exit(
+        observed.run(command, environ, observed.Options(host, record, cluster, exclude or ()), named, output)
+    )
 
 
 @app.command(cls=Verb)
@@ -170,12 +179,13 @@ def record(
     socket: Socket = None,
     host: Host = "",
     cluster: Cluster = None,
+    exclude: Exclude = None,
 ) -> None:
     """Record what this node and its ranks tell, until Ctrl-C.
 
     Example: diagnosd record --socket /tmp/probe.sock node.lp.zst
     """
-    _collect(socket, host, path, cluster)
+    _collect(socket, host, path, cluster, exclude)
 
 
 @app.command(cls=Verb)
@@ -185,6 +195,7 @@ def agent(
     record: Record = "",
     analyze: Annotated[bool, typer.Option("--analyze", help="Say what is found, as it is found.")] = False,
     cluster: Cluster = None,
+    exclude: Exclude = None,
 ) -> None:
     """Collect what this node and its ranks tell, until SIGTERM or Ctrl-C.
 
@@ -199,10 +210,10 @@ def agent(
     if analyze:
         with _analysis(ERROR):
             from diagnosd import run as observed  # noqa: PLC0415
-        raise typer.Exit(observed.watch(_socket(socket), observed.Options(host, record, cluster)))
+        raise typer.Exit(observed.watch(_socket(socket), observed.Options(host, record, cluster, exclude or ())))
     if not record:
         raise typer.BadParameter("nothing would become of it: --record PATH, --analyze or both", param_hint="agent")
-    _collect(socket, host, record, cluster)
+    _collect(socket, host, record, cluster, exclude)
 
 
 @app.command(cls=Verb)
@@ -216,12 +227,8 @@ def read(
     without: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Leave this collector off; repeatable.")
     ] = None,
-    sys_root: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", exists=True, file_okay=False, help="Read the tree captured there instead of this machine."
-        ),
-    ] = None,
+    sys_root: SysRoot = None,
+    socket: Socket = None,
 ) -> None:
     """Print what the devices of this node tell, as line protocol: once a second, until Ctrl-C.
 
@@ -231,14 +238,57 @@ def read(
     """
     from diagnosd import reader  # noqa: PLC0415
 
-    mode = "once" if once else "request" if on_request else "alone"
-    reader.read(host, sys_root, tuple(exclude or ()), without or (), mode)
+    if once:
+        reader.once(host, _socket(socket), sys_root, exclude or (), without or ())
+    reader.read(host, _socket(socket), sys_root, exclude or (), without or (), on_request)
 
 
-def _collect(socket: Path | None, host: str, record: str, cluster: Path | None) -> None:
+@app.command(cls=Verb)
+def inventory(
+    host: Host = "",
+    exclude: Exclude = None,
+    sys_root: SysRoot = None,
+    socket: Socket = None,
+    output: OutputAs = Output.text,
+) -> None:
+    """Say what this node is: GPUs, ports, how near they are to each other, drivers, and what is not known of it.
+
+    Example: diagnosd inventory --sys-root /tmp/captured
+    """
+    from diagnosd import inventory as node  # noqa: PLC0415
+
+    raise typer.Exit(node.inventory(host, sys_root, exclude or (), _socket(socket), output))
+
+
+@app.command("yield", cls=Verb)
+def yield_(
+    length: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="For how long: 90s, 15m, 2h; at most 24h.")
+    ] = "15m",
+    end: Annotated[bool, typer.Option("--end", help="Devices may be read again now.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Have every device let go of, so that it can be reset, its driver be replaced or its MIG mode be changed.
+
+    Example: diagnosd yield --for 15m && nvidia-smi --gpu-reset -i 3
+
+    It writes a file beside the agent's socket, and returns when it has been heeded. After that time, and 24 hours after
+    the file was written at the latest, whatever stands in it, devices are read again.
+    """
+    from diagnosd import yields  # noqa: PLC0415
+
+    try:
+        seconds = yields.duration(length)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--for") from error
+    at = _socket(socket)
+    print(f"diagnosd: {yields.end(at) if end else yields.begin(at, seconds)}")
+
+
+def _collect(socket: Path | None, host: str, record: str, cluster: Path | None, exclude: list[str] | None) -> None:
     from diagnosd import agent  # noqa: PLC0415
 
-    agent.collect(_socket(socket), host, record, cluster)
+    agent.collect(_socket(socket), host, record, cluster, exclude or ())
 
 
 @contextmanager
@@ -307,7 +357,7 @@ def main() -> None:
     try:
         app(prog_name="diagnosd")
     except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
-        from diagnosd.sinks import said  # noqa: PLC0415
+        from diagnosd.journal import said  # noqa: PLC0415
 
         print(f"diagnosd: {said(error)}", file=sys.stderr)
         sys.exit(ERROR)

@@ -77,7 +77,7 @@ class Command:
         with self._known:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self.code = code if code >= 0 else 128 - code
-            self.status = f"exited with {code}" if code >= 0 else f"was ended by {_name(-code)}"
+            self.status = f"exited with {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
             self._ended_at = time.monotonic()
 
     def _pass_on(self, signals: frozenset[signal.Signals]) -> None:
@@ -94,7 +94,7 @@ class Command:
         os._exit(self.code)
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from diagnosd.collectors import Collector
-from diagnosd.reads import Batch, Reads
+from diagnosd.pace import Batch, Paced
+
+log = logging.getLogger("diagnosd.lane")
 
 
 class Lane:
     def __init__(self, collector: Collector, put: Callable[[Batch], None]) -> None:
-        self.reads = Reads(collector)
+        self.paced = Paced(collector)
         self.due = 0  # the tick of its next read
         self.abandoned = False
         self._asked_at = 0.0  # monotonic
@@ -25,7 +28,7 @@ class Lane:
 
     @property
     def collector(self) -> Collector:
-        return self.reads.collector
+        return self.paced.collector
 
     def waited(self) -> float:
         """Seconds since the read that is under way was asked for; 0 while none is."""
@@ -41,8 +44,14 @@ class Lane:
         self._requests.put(now_ns)
 
     def _serve(self) -> None:
+        self._read()
+        if missing := getattr(self.collector, "missing", None):
+            log.info(missing)
         while True:
-            batch = self.reads.read(self._requests.get())
-            if batch.points:
-                self._put(batch)
-            self._idle.set()
+            self._read()
+
+    def _read(self) -> None:
+        batch = self.paced.read(self._requests.get())
+        if batch.points:
+            self._put(batch)
+        self._idle.set()

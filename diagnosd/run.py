@@ -29,12 +29,13 @@ from diagnosd.agent import PROBE, Agent, declaration
 from diagnosd.analysis import Analysis, report
 from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_the_row, writing
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
+from diagnosd.journal import log_calmly, said
 from diagnosd.liveline import LiveLine, possible
+from diagnosd.pace import Batch
 from diagnosd.point import Point
 from diagnosd.probe.identity import is_off, job_name
-from diagnosd.reads import Batch
 from diagnosd.recording import RecordingError, read
-from diagnosd.sinks import STOP_S, Recorder, Sink, recording_of, said
+from diagnosd.sinks import STOP_S, Recorder, Sink, recording_of
 
 log = logging.getLogger("diagnosd.run")
 
@@ -150,6 +151,7 @@ class Options:
     host: str
     record: str = ""  # a file, or a folder with one file a host; "" for none
     cluster: Path | None = None  # cluster.toml
+    exclude: Sequence[str] = ()  # patterns of devices that are left alone
 
 
 def _embedded(socket: Path, options: Options, tell: Callable[[Verdicts], object]) -> tuple[Agent, Verdicts]:
@@ -162,12 +164,12 @@ def _embedded(socket: Path, options: Options, tell: Callable[[Verdicts], object]
         folder = file.parent if file != Path(options.record) else None
         sinks.append(Recorder(file, cluster=cluster))
     verdicts = Verdicts(cluster or UNNAMED, folder, tell)
-    return agent.make(options.host, socket, [*sinks, verdicts], declared), verdicts
+    return agent.make(options.host, socket, [*sinks, verdicts], declared, options.exclude), verdicts
 
 
 def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str, output: str) -> int:
     """The command's exit code, or what the shells say where it could not be started."""
-    agent.log_calmly()
+    log_calmly(logging.WARNING)
     with ExitStack() as stack, ExitStack() as watching:
         try:
             check(argv)
@@ -260,7 +262,7 @@ def watch(socket: Path, options: Options) -> int:
 
     OSError or ValueError says what it could not have.
     """
-    agent.log_calmly()
+    log_calmly()
     agent.hold_signals()
     watched, verdicts = _embedded(socket, options, _tell_changes)
     log.info("watching %s; %s", options.host, agent.invitation(socket))

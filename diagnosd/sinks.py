@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from diagnosd import __version__
-from diagnosd.reads import Batch
+from diagnosd.journal import said
+from diagnosd.pace import Batch
 from diagnosd.recording import RecordingError, Writer, not_made
 
 log = logging.getLogger("diagnosd.sinks")
@@ -189,10 +190,3 @@ class Feeder:
 
 def _count(batches: Iterable[Batch]) -> int:
     return sum(len(batch.points) for batch in batches)
-
-
-def said(error: Exception) -> str:
-    """The error as a person wants to read it: on what, and why."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import join
 
 import pytest
+from bed.machine import open_homes
 
 from diagnosd.agent import DEADLINE_S, TICK_S, Agent, declaration, make
-from diagnosd.collectors import Collector
+from diagnosd.collectors import COLLECTORS, Collector
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.steps import Steps
 from diagnosd.documents import DocumentError
+from diagnosd.pace import BUDGET, LONGEST, Batch
 from diagnosd.point import Point, Series, encode
-from diagnosd.reads import BUDGET, LONGEST, Batch
 from diagnosd.recording import RecordingError, read
 from diagnosd.sinks import Recorder, Ring, recording_of
 
@@ -152,7 +156,7 @@ def test_a_collector_that_answers_again_is_read_again() -> None:
     agent._tick(10)
     settle(agent)
     assert collector.reads == 2
-    assert agent._lanes[0].reads.up
+    assert agent._lanes[0].paced.up
 
 
 def test_a_file_that_is_not_as_it_should_be_costs_its_own_collector_this_read(
@@ -181,7 +185,7 @@ def test_a_mistake_in_a_collector_costs_its_own_reads_and_it_is_asked_again(capl
     odd.broken = None
     agent._tick(3)
     settle(agent)
-    assert (odd.reads, agent._lanes[0].reads.errors, agent._lanes[0].reads.up) == (4, 3, True)
+    assert (odd.reads, agent._lanes[0].paced.errors, agent._lanes[0].paced.up) == (4, 3, True)
     assert len(caplog.records) == 1
 
 
@@ -198,7 +202,7 @@ def test_a_point_that_cannot_be_written_does_not_cost_the_others_of_its_read() -
     settle(agent)
     assert [each.fields for each in of("net", ring_points(agent))] == [{"bytes_sent": 1}]
     assert of("mem", ring_points(agent)) == []
-    assert agent._lanes[0].reads.errors == 1
+    assert agent._lanes[0].paced.errors == 1
 
 
 class Dear(Odd):
@@ -234,8 +238,8 @@ def test_a_collector_whose_reads_cost_more_than_its_budget_is_read_less_often(ca
 
 def test_no_collector_is_put_off_beyond_what_a_reader_holds_its_state() -> None:
     agent = agent_of(Odd("eth0"))
-    agent._lanes[0].reads.apart = 1e4
-    assert agent._lanes[0].reads.every == LONGEST
+    agent._lanes[0].paced.apart = 1e4
+    assert agent._lanes[0].paced.every == LONGEST
 
 
 def test_a_full_ring_drops_the_oldest_and_counts() -> None:
@@ -421,33 +425,36 @@ def test_the_agent_loads_neither_numpy_nor_the_analysis() -> None:
     assert not [name for name in loaded if name == "numpy" or name.startswith("diagnosd.analysis")]
 
 
-AS_NOBODY = """
-import asyncio, concurrent.futures.thread, os, sys, time
-from pathlib import Path
-from diagnosd import agent
-from diagnosd.recording import read
-folder = Path(sys.argv[1])
-folder.chmod(0o777)
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-async def brief():
-    stop = asyncio.Event()
-    asyncio.get_running_loop().call_later(1.5, stop.set)
-    await agent.make("n01", folder / "probe.sock", [agent.Recorder(folder / "n01.lp.zst")]).run(stop)
-asyncio.run(brief())
-"""
+def as_nobody(folder: Path, command: Sequence[str]) -> list[str]:
+    """In a mount namespace in which nobody may read Python and the tree, wherever they lie."""
+    become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs", *command]
+    script = "\n".join(["set -e", *open_homes(folder / "stage"), f"exec {join(become)}"])
+    return ["unshare", "--mount", "sh", "-c", script]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def may_unshare() -> bool:
+    return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not may_unshare(), reason="only root can become nobody, in a mount namespace")
 def test_nobody_can_run_the_agent_and_every_collector_answers(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
-    command = [sys.executable, "-c", AS_NOBODY, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    tmp_path.chmod(0o777)
+    record = [sys.executable, "-m", "diagnosd", "record", "--host", "n01", "--socket", f"{tmp_path}/probe.sock"]
+    command = as_nobody(tmp_path, [*record, f"{tmp_path}/n01.lp.zst"])
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as agent:
+        time.sleep(2.0)
+        agent.send_signal(signal.SIGINT)
+        assert agent.wait(PATIENCE_S) == 0
+        assert agent.stderr
+        said = agent.stderr.read().splitlines()
     points = [each for batch in read(tmp_path / "n01.lp.zst") for each in batch]
-    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in said if "cannot be read" in line or "the process" in line] == []
     assert heartbeat(points).fields["errors"] == 0
     measurements = {each.series.measurement for each in points}
     assert {"net", "nstat", "cpu", "mem", "diagnosd_clock", "diagnosd_node", "diagnosd_agent"} <= measurements
+    assert heartbeat(points, "reader").fields["up"] == 1
 
 
 def test_an_agent_has_every_collector_and_the_probes_socket(tmp_path: Path) -> None:
@@ -456,4 +463,6 @@ def test_an_agent_has_every_collector_and_the_probes_socket(tmp_path: Path) -> N
     assert isinstance(steps, Steps)
     steps.close()
     names = [lane.collector.name for lane in agent._lanes]
-    assert names == ["steps", "net", "nstat", "cpu", "mem", "pressure", "diskio", "clock"]
+    assert names == ["steps", *(collector(Machine("n01")).name for collector in COLLECTORS)]
+    assert {"net", "nstat", "cpu", "mem", "pressure", "diskio", "clock"} <= set(names)
+    agent._finish()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diagnosd.collectors import Collector
 from diagnosd.point import Point, encode, point
 
-log = logging.getLogger("diagnosd.reads")
+log = logging.getLogger("diagnosd.pace")
 
 # What one collector may take of one core: with all of them it stays below a tenth of one, on nodes that have some
 # hundred. A read of /proc takes under 1 ms; one that takes 50 comes every 5 s. At the longest every minute: a reader
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     lines: bytes
 
 
-class Reads:
+class Paced:
     """`duty` is the share of the time in which a read may be under way: a device that is asked answers nobody else.
 
     Without one only the processor's time counts.
@@ -47,7 +47,7 @@ class Reads:
     @property
     def every(self) -> int:
         """Seconds between two reads: what the collector says, or more where its reads cost more than they may."""
-        return max(self.collector.every, min(math.ceil(self.apart), LONGEST))
+        return max(self.collector.every, min(math.ceil(self.apart), LONGEST) if self.apart > 1 else 0)
 
     @property
     def errors(self) -> int:
@@ -75,11 +75,10 @@ class Reads:
     def _timed(self, now_ns: int) -> list[Point]:
         began, before = time.perf_counter(), time.thread_time()
         try:
-            points = self.collector.read(now_ns)
+            return self.collector.read(now_ns)
         finally:
             self.seconds = time.perf_counter() - began
-        self._pay(time.thread_time() - before)
-        return points
+            self._pay(time.thread_time() - before)
 
     def _pay(self, cpu: float) -> None:
         """The dearer of the last two reads is forgiven: one may be an accident."""
