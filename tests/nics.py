@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,16 +16,21 @@ SOURCE = Path(__file__).parent / "ethtool/ethtool.c"
 GDRVINFO, GSTRINGS, GSTATS, GSSET_INFO = 0x03, 0x1B, 0x1D, 0x37
 
 READER = """\
-import sys, time
+import json, sys, time
 from pathlib import Path
 from diagnosd.collectors.ethtool import Ethtool
 from diagnosd.collectors.machine import Machine
 from diagnosd.point import encode
 ethtool = Ethtool(Machine("n01", sys=Path(sys.argv[1]), exclude=tuple(sys.argv[2:])))
+opened = []
+def hook(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith(sys.argv[1]):
+        opened.append(str(arguments[0]).removeprefix(sys.argv[1]))
+sys.addaudithook(hook)
 for line in sys.stdin:
     began = time.process_time()
     said = encode(ethtool.read(int(line))).decode()
-    print(f"{said}# {ethtool.errors} {time.process_time() - began}", flush=True)
+    print(f"{said}# {ethtool.errors} {time.process_time() - began} {json.dumps(opened)}", flush=True)
 """
 
 
@@ -94,6 +100,7 @@ class Read(NamedTuple):
     points: list[Point]
     errors: int
     cpu_s: float
+    opened: list[str]  # files and folders under /sys, since the start
 
     def fields(self, interface: str) -> dict[str, object]:
         (point,) = [point for point in self.points if point.series.tag("interface") == interface]
@@ -129,5 +136,5 @@ class Reader:
         while not (line := self._process.stdout.readline()).startswith(b"#"):
             assert line, "the reader has died"
             points.append(decode(line))
-        _, errors, cpu_s = line.split()
-        return Read(points, int(errors), float(cpu_s))
+        _, errors, cpu_s, opened = line.split(maxsplit=3)
+        return Read(points, int(errors), float(cpu_s), json.loads(opened))

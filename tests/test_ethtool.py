@@ -198,13 +198,18 @@ def test_what_has_no_device_or_joins_containers_is_never_asked(nics: Nics) -> No
 
 
 @pytest.mark.parametrize("excluded", ["eth1", "eth[1-9]", "0000:2a:*", "mlx5_1"])
-def test_what_is_excluded_by_interface_address_or_rdma_device_is_never_asked(nics: Nics, excluded: str) -> None:  # A46
+def test_what_is_excluded_by_interface_address_or_rdma_device_is_neither_asked_nor_opened(
+    nics: Nics, excluded: str
+) -> None:  # A46
     nics.add("eth0", MLX5, pci="0000:19:00.0", rdma="mlx5_0")
     nics.add("eth1", MLX5, pci="0000:2a:00.0", rdma="mlx5_1")
     with Reader(nics, excluded) as reader:
-        for tick in range(12):
-            assert reader.read(NOW + tick).interfaces() == {"eth0"}
+        reads = [reader.read(NOW + tick) for tick in range(12)]
+    assert all(read.interfaces() == {"eth0"} for read in reads)
     assert {name for name, _ in nics.asked()} == {"eth0"}
+    looks = [path for path in reads[-1].opened if not path.endswith("phys_port_name")]
+    assert set(looks) == {"/class/net", "/class/infiniband"}
+    assert set(reads[-1].opened) - set(looks) == {"/class/net/eth0/phys_port_name"}
 
 
 def test_a_driver_without_statistics_is_asked_once_and_is_no_error(nics: Nics) -> None:  # A45
