@@ -21,6 +21,7 @@ import pytest
 from diagnosd.point import Point
 from diagnosd.recording import RecordingError, read
 from hca import hcas
+from nvml.machine import Gpus
 
 from .boot import HOST, ROOT, Node, booted, missing
 
@@ -108,6 +109,14 @@ def waited(seen: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def with_gpus(node: Node, *kinds: str) -> None:
+    """A driver's library where the node's own would be; what it answers stands in a file that the agent is told of."""
+    (node.root / "srv/gpus").mkdir()
+    gpus = Gpus(node.root / "srv/gpus", *kinds)
+    node.run("mv", "/srv/gpus/" + gpus.library.name, "/usr/lib/")
+    QUICK["Environment"] = "NVML_STATE=/srv/gpus/state"
+
+
 def with_hcas(node: Node) -> None:
     """Two HCAs in the node's /sys, beside what is really there."""
     hcas(node.root / "srv/hcas", 2)
@@ -126,6 +135,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         pytest.skip(reason)
     with booted(tmp_path_factory.mktemp("node")) as node:
         with_hcas(node)
+        with_gpus(node, "H100", "H100")
         (node.root / "opt/diagnosd").symlink_to(sys.prefix)
         (node.root / "usr/lib/modules").mkdir(exist_ok=True)
         node.run("mkdir", "/dev/infiniband")
@@ -274,6 +284,16 @@ def test_it_records_its_node_into_its_state_folder(agent: Running) -> None:
     assert agent.recorded("diagnosd_node")
 
 
+def test_it_records_its_gpus(agent: Running) -> None:
+    assert len({dict(each.series.tags)["uuid"] for each in agent.recorded("nvidia_smi")}) == 2
+
+
+def test_it_records_what_the_kernel_says_as_the_journal_has_it(agent: Running) -> None:
+    agent.node.kernel.say("NVRM: Xid (PCI:0000:18:00): 79, pid=4711, GPU has fallen off the bus.", 3)
+    events = agent.recorded("diagnosd_event")
+    assert [each.fields.get("code") for each in events] == [79]
+
+
 def test_its_reader_reads_the_counters_of_hcas_and_opens_none_of_their_devices(node: Node) -> None:  # A110
     devices = node.root / "dev/infiniband"
     (devices / "uverbs0").touch(0o666)  # no device, so that the unit's rules for devices do not hide that it is opened
@@ -316,8 +336,14 @@ def test_its_state_folder_is_closed_to_other_users(agent: Running) -> None:
 
 
 def test_it_is_installed_and_started_without_a_reload_of_systemd(agent: Running) -> None:  # A30
-    assert agent.shown("ActiveState") == "active"
-    assert "Reloading" not in agent.node.run("journalctl", "_PID=1", "-o", "cat")
+    def said() -> str:
+        return agent.node.run("journalctl", "_PID=1", "-o", "cat")
+
+    before, started, _ = said().partition("Started diagnosd-agent")
+    assert started
+    assert "Reloading" not in before
+    agent.node.run("systemctl", "daemon-reload")
+    assert "Reloading" in said()
 
 
 def test_after_a_crash_it_is_back_and_ranks_find_it_at_the_same_place(agent: Running) -> None:
@@ -329,19 +355,35 @@ def test_after_a_crash_it_is_back_and_ranks_find_it_at_the_same_place(agent: Run
     waited(lambda: bool(agent.readers() - {reader}), "no other reader was started")
 
 
-def test_wrong_arguments_are_not_tried_again(agent: Running) -> None:
-    node = agent.node
+@contextmanager
+def drop_in(node: Node, *service: str) -> Iterator[None]:
+    """Lines of an operator's own, while the agent does not run."""
     node.run("systemctl", "stop", AGENT)
     site = node.root / f"etc/systemd/system/{AGENT}.service.d/site.conf"
-    site.write_text("[Service]\nExecStart=\nExecStart=/opt/diagnosd/bin/diagnosd agent --nonsense\n")
+    site.write_text("\n".join(["[Service]", *service]))
     try:
         node.run("systemctl", "daemon-reload")
-        node.run("systemctl", "start", AGENT)
-        waited(lambda: agent.shown("ActiveState") == "failed", "it did not fail")
-        assert (agent.shown("NRestarts"), agent.shown("ExecMainStatus")) == ("0", "2")
+        yield
     finally:
+        node.run("systemctl", "stop", AGENT)
         site.unlink()
         node.run("systemctl", "daemon-reload")
+
+
+def test_a_drop_in_says_where_it_is_installed_and_where_it_records(agent: Running) -> None:
+    node = agent.node
+    node.run("install", "-d", "-o", "diagnosd", "/srv/telemetry")
+    command = f"{sys.prefix}/bin/diagnosd agent --record /srv/telemetry/"
+    with drop_in(node, "ExecStart=", f"ExecStart={command}", "ReadWritePaths=/srv/telemetry"):
+        node.run("systemctl", "start", AGENT)
+        waited((node.root / f"srv/telemetry/{HOST}.lp.zst").exists, "nothing was recorded there")
+
+
+def test_wrong_arguments_are_not_tried_again(agent: Running) -> None:
+    with drop_in(agent.node, "ExecStart=", "ExecStart=/opt/diagnosd/bin/diagnosd agent --nonsense"):
+        agent.node.run("systemctl", "start", AGENT)
+        waited(lambda: agent.shown("ActiveState") == "failed", "it did not fail")
+        assert (agent.shown("NRestarts"), agent.shown("ExecMainStatus")) == ("0", "2")
 
 
 def test_a_stop_takes_no_longer_than_the_agent_needs_though_its_reader_is_stopped(agent: Running) -> None:  # A107
