@@ -34,9 +34,10 @@ PHYS_STATES = {
     "PhyTest": 7,
 }
 _LINK_UP = 5
-_CA = re.compile(r"CA '(?P<device>[^']+)'")
+_NAME = r"'(?P<device>[^'\\\x00-\x1f\x7f]+)'"  # what can be a tag
+_CA = re.compile(f"CA {_NAME}")
 _PORT = re.compile(r"\s+Port (?P<port>\d{1,3}):")
-_STATUS = re.compile(r"Infiniband device '(?P<device>[^']+)' port (?P<port>\d{1,3}) status:")
+_STATUS = re.compile(rf"Infiniband device {_NAME} port (?P<port>\d{{1,3}}) status:")
 _LINE = re.compile(r"\s+(?P<key>[A-Za-z][A-Za-z _]*?):\s*(?P<value>.*)")
 _RATE = re.compile(r"(\d{1,6}(?:\.\d)?)(?: Gb/sec \((\d+)X ?(\w*)\))?")
 _NUMBERED = re.compile(r"(\d{1,2}): *(\w[\w ]*)")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.rdma import ATTEMPTS, REST_S, Attribute, Tally, devices, missing, names
+from diagnosd.collectors.rdma import ATTEMPTS, REST_S, Attribute, Tally, devices, names
 from diagnosd.point import Point, Series, Value, point
 
 SLOW_S = 10
@@ -160,7 +160,6 @@ class Infiniband:
     every = 1
 
     def __init__(self, machine: Machine) -> None:
-        self.missing: str | None = None
         self._machine = machine
         self._tally = Tally()
         self._ports: dict[tuple[str, int, int], _Port] = {}  # device, port, inode: loaded anew, it is another
@@ -185,7 +184,7 @@ class Infiniband:
         self._ports.clear()
 
     def _look(self) -> None:
-        """Takes up the ports that have come and forgets those that went; that one went is told by `Link`."""
+        """Takes up the ports that have come and forgets those that went: `Link` tells of them."""
         there = {}
         for device in devices(self._machine):
             for number in device.ports:
@@ -203,7 +202,6 @@ class Infiniband:
         for key, folders in there.items():
             if key not in self._ports:
                 self._ports[key] = self._port(key[0], key[1], folders)
-        self.missing = None if self._ports else missing(self._machine)
 
     def _port(self, device: str, number: int, folders: list[str]) -> _Port:
         series = Series.of("infiniband", host=self._machine.host, device=device, port=str(number))

@@ -156,6 +156,8 @@ class _Port:
     def _look(self, words: bytes | None, changed: bytes | None, tick: int, *, regular: bool) -> Iterator[Event]:
         now = _numbered(self._state, words)
         changes = int(changed) if changed and changed.isdigit() and len(changed) < 10 else None
+        if self._carrier_changes and changes is not None:
+            self._carrier_changes.worked()
         steady = self.told.was_active and not self.told.is_down and now is not None and now[0] == ACTIVE
         if missed := self._downs.by_carrier(changes, steady=steady):
             yield from self.told.flapped(missed, f"carrier_changes of {self._interface.name}")
@@ -183,6 +185,8 @@ class _Port:
         phys_state = _numbered(self._phys_state, self._phys_state.read())
         words = self._rate.read() if phys_state and phys_state[0] == LINK_UP else None
         speed = rate(words.decode("ascii", "replace")) if words else None
+        if speed:
+            self._rate.worked()
         mtu = text(f"{self._interface.folder}/mtu") if self._interface.folder else ""
         return {
             "phys_state": phys_state and phys_state[0],

@@ -90,14 +90,12 @@ def test_counters_ext_of_old_kernels_are_read_too(tmp_path: Path) -> None:
     assert fields(Infiniband(machine(tmp_path)).read(NOW))["port_xmit_data_64"] == 2**40
 
 
-def test_a_machine_without_rdma_says_where_it_was_looked_for_and_is_asked_again_later(tmp_path: Path) -> None:  # A42
+def test_a_machine_without_rdma_is_no_error_and_is_looked_at_again_later(tmp_path: Path) -> None:  # A42
     collector = Infiniband(machine(tmp_path))
     assert over(collector, 2 * LOOK_S) == []
-    assert collector.missing == f"no RDMA device here ({tmp_path}/class/infiniband is not there)"
     assert collector.errors == 0
     hcas(tmp_path, 1)
     assert fields(over(collector, LOOK_S + 1, 2 * LOOK_S))["port_rcv_data"] == 500_000_000
-    assert collector.missing is None
 
 
 @pytest.mark.parametrize("text", ["N/A (no PMA)", "", "-1", "0x1f", "1_000", "7 8", "1e3", "9" * 40, "\u0663"])
@@ -538,5 +536,4 @@ def test_a_captured_node_without_counters_says_nothing(name: str, tmp_path: Path
     write(tmp_path, {path.lstrip("/"): text.rstrip("\n") for path, text in files.items()})
     collector = Infiniband(machine(tmp_path / "sys"))
     assert over(collector, 12) == []
-    assert collector.missing is None
     assert collector.errors == 0

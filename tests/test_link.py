@@ -19,7 +19,7 @@ from diagnosd.collectors.link import CLOSE_S, REPEAT_S, Link
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.rdma import Nics, numbered, rate
 from diagnosd.documents import decode_node
-from diagnosd.point import Point, Value, encode
+from diagnosd.point import Point, Series, Value, encode
 from diagnosd.schema import SCHEMA
 from hca import hca, hcas, interface, link, pci, write
 
@@ -507,6 +507,31 @@ def test_a_captured_machine_is_not_asked_what_this_one_s_tools_say(tmp_path: Pat
     assert nics.missing == f"no RDMA device here ({tmp_path}/class/infiniband is not there)"
 
 
+def test_a_machine_without_rdma_says_where_it_was_looked_for_and_is_looked_at_again_later(
+    tmp_path: Path,
+) -> None:  # A42
+    collector = Link(machine(tmp_path))
+    assert over(collector, 2 * CLOSE_S) == []
+    assert collector.missing == f"no RDMA device here ({tmp_path}/class/infiniband is not there)"
+    assert collector.errors == 0
+    hcas(tmp_path, 1)
+    assert len(states(over(collector, CLOSE_S + 1, 2 * CLOSE_S))) == 1
+    assert collector.missing is None
+
+
+def test_an_interface_that_is_made_anew_counts_its_changes_anew(tmp_path: Path) -> None:
+    """A driver that is loaded again: its changes start at 1, and no flap is made of them."""
+    collector = Link(machine(hcas(tmp_path, 1)))
+    write(tmp_path / "class/net/ib0", {"carrier_changes": 900})
+    over(collector, 3)
+    changes = (tmp_path / "class/net/ib0").resolve() / "carrier_changes"
+    changes.unlink()
+    over(collector, 2 * CLOSE_S, 3)
+    changes.write_text("1\n")
+    points = over(collector, 2 * REPEAT_S, 3 + 2 * CLOSE_S)
+    assert events(points) == []
+
+
 def test_an_empty_mount_is_told_from_a_missing_one(tmp_path: Path) -> None:  # A66
     (tmp_path / "class/infiniband").mkdir(parents=True)
     collector = Link(machine(tmp_path))
@@ -516,11 +541,13 @@ def test_an_empty_mount_is_told_from_a_missing_one(tmp_path: Path) -> None:  # A
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.text(alphabet=st.sampled_from(list("CA 'mlx5_0'\n\t:PortStae0123456789xABactive()Gb/secXNDR-é")), max_size=300)
+    st.text(
+        alphabet=st.sampled_from(list("CA 'mlx5_0'\n\t\\\x01:PortStae0123456789xABactive()Gb/secXNDR-é")), max_size=300
+    )
 )
 def test_no_output_of_a_tool_raises(said: str) -> None:
     for text in (said, ca("mlx5_0") + said, ca(said), "Infiniband device 'x' port 1 status:\n" + said):
-        assert all(isinstance(each.nic(), dict) for each in parse(text))
+        assert all(Series.of("diagnosd_link", device=each.device) and each.nic() for each in parse(text))
 
 
 @settings(max_examples=60, deadline=None)
@@ -532,7 +559,9 @@ def test_no_output_of_a_tool_raises(said: str) -> None:
 def test_whatever_stands_in_the_files_a_port_s_state_is_ints(
     texts: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    base = hcas(tmp_path_factory.mktemp("sys"), 1)
+    base = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not base.exists():
+        hcas(base, 1)
     files = ["state", "phys_state", "rate", "link_layer", "lid", "gids/0", "gid_attrs/ndevs/0", "counters/link_downed"]
     for name, text in zip(files, texts, strict=False):
         (port(base) / name).write_bytes(text)
