@@ -15,6 +15,7 @@ from diagnosd.collectors.disk import Disk
 from diagnosd.collectors.diskio import Diskio
 from diagnosd.collectors.ethtool import Ethtool
 from diagnosd.collectors.infiniband import Infiniband
+from diagnosd.collectors.kernellog import KernelLog
 from diagnosd.collectors.link import Link
 from diagnosd.collectors.lustre import Lustre
 from diagnosd.collectors.machine import Machine
@@ -49,7 +50,18 @@ class Collector(Protocol):
     def read(self, now_ns: int) -> list[Point]: ...
 
 
-COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (Net, Nstat, Cpu, Mem, Pressure, Diskio, Clock, Nfs, Lustre)
+COLLECTORS: tuple[Callable[[Machine], Collector], ...] = (
+    Net,
+    Nstat,
+    Cpu,
+    Mem,
+    Pressure,
+    Diskio,
+    Clock,
+    Nfs,
+    Lustre,
+    KernelLog,
+)
 
 
 def hardware(machine: Machine) -> list[Collector]:

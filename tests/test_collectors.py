@@ -22,7 +22,7 @@ from diagnosd.point import Point, decode, encode
 from diagnosd.schema import SCHEMA
 
 NOW = 1_700_000_000_000_000_000
-PERIODS = {"fast": 1, "slow": 10, "state": 10}  # state: looked at so often, told when it has changed
+PERIODS = {"fast": 1, "slow": 10, "state": 10, "event": 1}  # state: looked at so often, told when it has changed
 
 NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -182,7 +182,7 @@ def test_who_keeps_the_clock_is_seen_in_run(tmp_path: Path, left: str, source: s
 
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_machine_that_has_nothing_of_it_is_no_error_and_no_zero(make: type[Net], tmp_path: Path) -> None:
-    collector = make(Machine("n01", tmp_path, tmp_path))
+    collector = make(Machine("n01", tmp_path, tmp_path, tmp_path))
     collector.read(NOW)
     assert {each.series.measurement for each in collector.read(NOW)} <= {"diagnosd_clock"}
     assert collector.errors == 0
@@ -219,6 +219,6 @@ def test_a_collector_reads_this_machine_and_keeps_the_contract(make: type[Net]) 
 
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_collector_is_read_as_often_as_the_contract_says(make: type[Net]) -> None:
-    measurement = {"clock": "diagnosd_clock"}.get(make.name, make.name)
+    measurement = {"clock": "diagnosd_clock", "kernellog": "diagnosd_event"}.get(make.name, make.name)
     cadences = {field.cadence for field in SCHEMA[measurement].fields.values() if field.name != "speed"}
     assert make.every == min(PERIODS[cadence] for cadence in cadences)
