@@ -304,9 +304,8 @@ def _nvlinks(gpu: Placed, other: Placed) -> int:
     """NVLinks that are up between two GPUs, or from each to the switches that join them."""
     here: Mapping[str, int] = gpu.facts.get("nvlink_to") or {}
     there: Mapping[str, int] = other.facts.get("nvlink_to") or {}
-    direct = sum(
-        count for remote, count in here.items() if address(remote) == (other.function and other.function.address)
-    )
+    at = other.function.address if other.function else ""
+    direct = sum(count for remote, count in here.items() if address(remote) == at)
     return direct or min(here.get("switch", 0), there.get("switch", 0))
 
 
