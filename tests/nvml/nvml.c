@@ -38,7 +38,7 @@ typedef struct {
 } Line;
 
 static Line lines[SLOTS], patterns[PATTERNS];
-static int pattern_count, trace = -1, started;
+static int pattern_count, started;
 static struct stat seen;
 
 /* ---- the file of answers ---- */
@@ -79,9 +79,10 @@ static void look(void) {
 
 static void note(const char *key) {
     const char *path = getenv("NVML_TRACE");
-    if (!path) return;
-    if (trace < 0) trace = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    int trace = path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644) : -1;
+    if (trace < 0) return;
     dprintf(trace, "%s\n", key);
+    close(trace);
 }
 
 /* The answer to a question, or an error: what a pattern says comes first. */
