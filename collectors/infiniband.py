@@ -45,7 +45,6 @@ class _Folder:
         files = [name for name in names(folder) if _sayable(name)]
         self.fast = [_counter(folder, name, tally, kept=True) for name in files if _is_fast(name)]
         self.slow = [_counter(folder, name, tally, kept=False) for name in files if not _is_fast(name)]
-        self.names = frozenset(files)
         self.zeros: list[tuple[int, str]] = []  # of counters that have just begun to count: when they were 0
         self._tally = tally
         self._lifespan_ns = 0
@@ -72,11 +71,12 @@ class _Folder:
 
     def _fields(self, counters: list[_Counter], now_ns: int) -> dict[str, Value]:
         fields: dict[str, Value] = {}
-        errors = self._tally.errors
+        errors, answered = self._tally.errors, False
         for counter in sorted(counters, key=_failures) if self._rounds else counters:
             value = counter.attribute.number()
+            answered |= value is not None
             if value is None:
-                if not fields and self._tally.errors - errors == ATTEMPTS:
+                if not answered and self._tally.errors - errors == ATTEMPTS:
                     self._give_up()
                     return fields
             elif counter.counts:
@@ -89,7 +89,7 @@ class _Folder:
             else:
                 counter.zero_ns = now_ns
         self._owed = False
-        if fields:
+        if answered:
             self._rounds, self._worked = 0, True
         return fields
 

@@ -168,6 +168,24 @@ def test_three_bad_files_at_the_front_do_not_hide_the_good_ones(tmp_path: Path) 
     assert told["port_xmit_wait"] == 3599
 
 
+def test_a_folder_that_was_read_before_is_read_again_soon_after_an_outage(tmp_path: Path) -> None:
+    """A firmware that is reset refuses everything for some seconds."""
+    folder = port(hcas(tmp_path, 1)) / "counters"
+    for name in folder.iterdir():
+        if name.name.startswith("port_"):  # the others are opened anew each time, so that a folder can stand for EISDIR
+            name.unlink()
+    collector = Infiniband(machine(tmp_path))
+    assert fields(over(collector, 12))["link_downed"] == 1
+    shutil.move(folder, tmp_path / "aside")
+    for name in (tmp_path / "aside").iterdir():
+        (folder / name.name).mkdir(parents=True)
+    assert "link_downed" not in fields(over(collector, 20, 12))
+    assert 0 < collector.errors < 40
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "aside", folder)
+    assert fields(over(collector, 40, 32))["link_downed"] == 1
+
+
 OPENS = """
 import sys
 from pathlib import Path
