@@ -210,6 +210,8 @@ ROWS: tuple[Row, ...] = (
     _row("aer", "recovery", "recovery failed", rf"{_DEVICE}(?:AER: )?.*device recovery failed"),
     _row("aer", "containment", "DPC: containment", rf"{_DEVICE}DPC: containment event"),
     _row("aer", "slot", "pciehp: Slot", rf"{_DEVICE}pciehp: Slot\([^)]*\): (?:Link Down|Card not present)"),
+    # systemd itself: the devices that a container was given beside its unit are gone after a reload
+    _row("config_change", "reload", "Reload", r"^Reload(?:ing)?(?: requested|\.)", "systemd has reloaded its units"),
     # Memory
     _row("", "", "oom-kill:", r"task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+)", _remember_victim),
     _row("oom", "oom", "Killed process", r"Killed process (?P<pid>\d+),? \((?P<name>[^)]*)\)", _tell_killed),

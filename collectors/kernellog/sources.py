@@ -28,11 +28,11 @@ RECORD = 16 * 1024  # bytes: a record of /dev/kmsg has 8 KiB at most
 REST = 64 * 1024  # bytes of a line that is not complete: what is longer is no line of a kernel
 
 JOURNALS = (Path("/run/log/journal"), Path("/var/log/journal"))
-# What a service says of itself in these fields nobody else can: they are set by journald. Of the links of RDMA ports
-# the kernel says nothing, and of NVSwitches not everything.
+# Of the links of RDMA ports the kernel says nothing, of NVSwitches not everything, and a reload of systemd may take the
+# GPUs from containers that run. Nobody else can speak as these: journald sets the field.
 MATCHES = (
     *("_TRANSPORT=kernel", "+", "_SYSTEMD_UNIT=systemd-networkd.service"),
-    *("+", "_SYSTEMD_UNIT=nvidia-fabricmanager.service"),
+    *("+", "_SYSTEMD_UNIT=nvidia-fabricmanager.service", "+", "_SYSTEMD_UNIT=init.scope"),
 )
 BACKOFF_S = (1.0, 60.0)  # first and longest pause before journalctl is started again
 
