@@ -115,6 +115,20 @@ def of_other_users() -> None:
         assert Path("/proc/1", name).read_text()
 
 
+def other_users() -> None:
+    assert Path("/srv/of-daemon").owner() == "daemon", "somebody else's"
+
+
+def fill_of_disks() -> None:
+    for path in ("/", "/tmp", "/dev/shm", "/root", "/home"):
+        os.statvfs(path)
+    assert Path("/home").stat().st_dev == Path("/").stat().st_dev, "another disk than in the node"
+
+
+def interfaces() -> None:
+    assert "eth0" in [name for _, name in socket.if_nameindex()], "no eth0"
+
+
 ACTS: dict[str, Callable[[], object]] = {
     "has its privileges": own_privileges,
     "has its capabilities": own_capabilities,
@@ -140,9 +154,10 @@ ACTS: dict[str, Callable[[], object]] = {
     "reads of other users' processes": of_other_users,
     "reads the network's counters": lambda: Path("/proc/net/dev").read_text(),
     "reads an HCA's counters": lambda: Path("/sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data").read_text(),
-    "asks how full a disk is": lambda: [os.statvfs(path) for path in ("/", "/tmp", "/dev/shm", "/home", "/root")],
+    "knows other users": other_users,
+    "asks how full a disk is": fill_of_disks,
     "asks an interface": asks_an_interface,
-    "lists interfaces": socket.if_nameindex,
+    "lists interfaces": interfaces,
 }
 
 
