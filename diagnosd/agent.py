@@ -145,7 +145,7 @@ class Agent:
             if isinstance(lane.collector, Steps):
                 lane.collector.close()
             if lane.idle(deadline - STOP_S * 3 / 4 - time.monotonic()):
-                lane.ask(time.time_ns())
+                lane.end(time.time_ns())
         for lane in self._lanes:
             lane.idle(deadline - STOP_S / 2 - time.monotonic())
         if self._devices:

@@ -69,6 +69,7 @@ class Devices:
         self._lines = LINES  # of a child's stderr that may still be logged
         self._lines_at = time.monotonic()
         self._last_line = ""
+        self._news = "", ""  # the kind of the last death, and its text
         self._leaving = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._work, name="devices", daemon=True)
@@ -116,7 +117,9 @@ class Devices:
         return [name for name, off in self._off.items() if now < off.until or self._crowded()]
 
     def _start(self, without: list[str]) -> None:
-        self._without = without
+        self._without, self._last_line = without, ""
+        if self._news[0]:
+            self._tell_once(*self._news)
         options = [argument for name in without for argument in ("--without", name)]
         try:
             self._child = Child([*self._argv, *options], self._environ)
@@ -181,7 +184,7 @@ class Devices:
         name = child.reads or "the process that reads the devices"
         said = f"{name} has not answered for {child.limit(self._patience):.3g} s"
         if self._crowded():
-            self._tell_once("all", f"{said}, nor have {ABANDONED} before it: no device is read until one ends")
+            self._tell_once("off", f"{said}, nor have {ABANDONED} before it: no device is read until one ends")
             child.waited = 0.0
             return
         self._leave_alone(child)
@@ -208,6 +211,7 @@ class Devices:
     def _reap(self, child: Child) -> None:
         """Its stdout has ended, and so has it, or soon."""
         status = child.status(SLICE_S)
+        self._log(child.complaints())
         self._leave_alone(child)
         if status:
             self._abandoned.pop()
@@ -216,7 +220,10 @@ class Devices:
         self._died(status or "closed its stdout", time.monotonic() - child.born, child.reads)
 
     def _died(self, status: str, lived: float, reading: str) -> None:
-        """An event for each kind of death; killed by somebody, what it read is not to blame."""
+        """Told when the next one starts, and once of each kind: where all of us are told to end it is no news.
+
+        Of one that somebody killed, what it read is not to blame.
+        """
         now = time.monotonic()
         if lived > self._patience.again_longest:
             self._again = self._patience.again
@@ -227,7 +234,7 @@ class Devices:
             self._put_off(reading)
         self._deaths[kind] += 1
         last = f" ({self._last_line})" if self._last_line else ""
-        self._tell_once(kind, f"the process that reads the devices {kind}{last}: it is started again")
+        self._news = kind, f"the process that reads the devices {kind}{last}: it is started again"
 
     def _tell_what_is_off(self) -> None:
         now_ns = time.time_ns()
@@ -274,6 +281,8 @@ class Devices:
             if now >= kill_at:
                 child.kill()
             alive.append((child, kill_at))
+        if len(alive) < len(self._abandoned):
+            self._told = {each for each in self._told if not each.startswith("off")}
         self._abandoned = alive
 
     def _last_words(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from diagnosd.collectors import Collector
@@ -22,6 +23,7 @@ class Lane:
         self._asked_at = 0.0  # monotonic
         self._idle = threading.Event()
         self._idle.set()
+        self._ending = False
         self._put = put
         self._requests: SimpleQueue[int] = SimpleQueue()
         threading.Thread(target=self._serve, name=collector.name, daemon=True).start()
@@ -43,6 +45,11 @@ class Lane:
         self._idle.clear()
         self._requests.put(now_ns)
 
+    def end(self, now_ns: int) -> None:
+        """Asks for what it still holds, and has it let go of what it has open."""
+        self._ending = True
+        self.ask(now_ns)
+
     def _serve(self) -> None:
         self._read()
         if missing := getattr(self.collector, "missing", None):
@@ -54,4 +61,7 @@ class Lane:
         batch = self.paced.read(self._requests.get())
         if batch.points:
             self._put(batch)
+        if self._ending:
+            with suppress(Exception):  # it is the kernel's in a moment
+                getattr(self.collector, "close", lambda: None)()
         self._idle.set()

@@ -7,6 +7,7 @@ it. What a device's library holds is let go of by becoming a fresh process: a li
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import select
@@ -272,3 +273,18 @@ def _own_stdout() -> int:
 def _write(fd: int, said: bytes) -> None:
     while said:
         said = said[os.write(fd, said) :]
+
+
+def main() -> NoReturn:
+    """As the agent starts it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--sys-root", type=Path)
+    parser.add_argument("--exclude", action="append", default=[])
+    parser.add_argument("--without", action="append", default=[])
+    given = parser.parse_args()
+    read(given.host, Path(os.environ["DIAGNOSD_SOCKET"]), given.sys_root, given.exclude, given.without, on_request=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -334,6 +334,23 @@ def test_everything_accepted_reaches_every_sink_before_the_agent_ends() -> None:
     assert all(sink.closed for sink in sinks)
 
 
+class Held(Odd):
+    """What it has open is let go of."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_collector_is_closed_after_its_last_read() -> None:
+    held = Held("kernellog")
+    sink = Kept()
+    run_briefly(agent_of(held, sinks=[sink]))
+    assert held.closed
+    assert len(of("net", sink.points)) == held.reads == 2
+
+
 def test_a_sink_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
     class Stuck(Kept):
         def take(self, batches: Sequence[Batch]) -> None:
@@ -465,4 +482,5 @@ def test_an_agent_has_every_collector_and_the_probes_socket(tmp_path: Path) -> N
     names = [lane.collector.name for lane in agent._lanes]
     assert names == ["steps", *(collector(Machine("n01")).name for collector in COLLECTORS)]
     assert {"net", "nstat", "cpu", "mem", "pressure", "diskio", "clock"} <= set(names)
+    agent._feeder.start()
     agent._finish()

@@ -430,6 +430,14 @@ def test_the_end_waits_for_nobody_who_hangs(node: Node) -> None:
     assert node.alive() == []
 
 
+def test_a_child_that_is_told_to_end_together_with_the_agent_is_no_news(node: Node) -> None:
+    with reading(node, BRIEF._replace(again=60.0)):
+        until(lambda: node.sent("b"))
+        os.kill(node.pids()[0], signal.SIGTERM)
+        until(lambda: not node.alive())
+    assert node.events() == []
+
+
 def test_what_the_devices_say_at_the_end_is_told_and_each_lets_go(node: Node) -> None:
     with reading(node, BRIEF._replace(tick=60.0)):
         until(lambda: node.sent("b") == 1)
