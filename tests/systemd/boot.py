@@ -90,6 +90,7 @@ def booted(folder: Path) -> Iterator[Node]:
     """A node that has just booted; `folder` is its alone. RuntimeError where it does not come up."""
     unified = _unified()
     assert unified
+    _remove_stale(unified)
     group = unified / f"{PREFIX}{os.getpid()}-{folder.name}"
     group.mkdir()
     trees = {str(ROOT), str(Path(sys.prefix).resolve()), str(Path(sys.base_prefix).resolve())}
@@ -131,3 +132,11 @@ def _remove(group: Path) -> None:
         time.sleep(0.01)
     for below, _, _ in os.walk(group, topdown=False):
         Path(below).rmdir()
+
+
+def _remove_stale(unified: Path) -> None:
+    """What a process that was killed left behind."""
+    for group in unified.glob(f"{PREFIX}*"):
+        pid, _, _ = group.name.removeprefix(PREFIX).partition("-")
+        if not Path(f"/proc/{pid}").exists():
+            _remove(group)
