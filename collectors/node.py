@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from diagnosd.collectors.kernel import first_line, text_of
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
-from diagnosd.collectors.pci import Function, Pci, address, affinity, driver, names
+from diagnosd.collectors.pci import Function, Pci, address, affinity, as_nvml, driver, names
 from diagnosd.collectors.rdma import Nics
 from diagnosd.collectors.software import software
 from diagnosd.documents import Gpu, Nic, Software
@@ -32,7 +32,6 @@ STATES = {"up": "ACTIVE", "down": "DOWN", "lowerlayerdown": "DOWN"}  # operstate
 # An idle GPU lowers its link and raises it again, dozens of times a minute on some nodes: that is no change of machine.
 _OF_THE_MOMENT = frozenset({"pcie_gen", "pcie_width", "pcie_busy"})
 _OF_NETDEV = ("mtu", "driver", "addresses")  # what an RDMA port has from its network interface, where not from itself
-_LOST = "the GPU at {} is on the PCI bus, and NVML, which knows {} others, does not know it"
 
 _SIOCGIFCONF = 0x8912
 _IFREQ = struct.Struct("16s4x4s16x")  # name; family and port; IPv4 address; the rest of the union, on 64 bits
@@ -40,7 +39,9 @@ _IFREQ = struct.Struct("16s4x4s16x")  # name; family and port; IPv4 address; the
 _INET6 = re.compile(r"^([0-9a-f]{32}) [0-9a-f]+ [0-9a-f]+ ([0-9a-f]+) [0-9a-f]+ +(\S+)$", re.MULTILINE)
 _WHOLE = re.compile(r"[0-9]{1,9}")
 _MEMORY = re.compile(r"MemTotal: +([0-9]{1,15}) kB")
+# /proc/driver/nvidia/gpus/ADDRESS/information
 _MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,6})$", re.MULTILINE)
+_UUID = re.compile(r"^GPU UUID:\s*(\S+)$", re.MULTILINE)
 
 
 def ipv4_addresses() -> dict[str, list[str]]:
@@ -83,7 +84,6 @@ class Node:
         self.errors = 0
         self._told = ""
         self._reads_since = 0
-        self._met: set[str | None] = set()  # addresses of the GPUs that NVML knew, and of those told to be lost
         self._known_ports: list[dict[str, Any]] = []
         self._online: str | None = None
         self._cores: dict[str, int] | None = None
@@ -94,11 +94,10 @@ class Node:
         settled = json.dumps({**inventory, "gpus": [_settled(gpu) for gpu in inventory.get("gpus", ())]})
         self._reads_since += 1
         if settled == self._told and self._reads_since * self.every < REPEAT_S:
-            return self._gone(inventory, now_ns)
+            return []
         self._told, self._reads_since = settled, 0
         text = json.dumps(inventory, separators=(",", ":"))
-        told = point("diagnosd_node", {"host": self._machine.host}, {"inventory": text}, now_ns)
-        return [told, *self._gone(inventory, now_ns)]
+        return [point("diagnosd_node", {"host": self._machine.host}, {"inventory": text}, now_ns)]
 
     def inventory(self) -> dict[str, Any]:
         """A NodeInventory of the contract; what is unknown is missing."""
@@ -121,45 +120,32 @@ class Node:
     # -- GPUs ----------------------------------------------------------------------------------------------------------
 
     def _gpus(self, told: Mapping[str, Any]) -> list[Placed]:
-        """Those of NVML, each with its place, then those that it should know and does not, by their address alone."""
+        """Those of NVML, each with its place, then those that it should know and does not, by their address alone.
+
+        That one is lost is told by who asks NVML.
+        """
         known = [Placed(_gpu_name(facts), facts, self._pci.at(facts.get("pci"))) for facts in told.get("gpus", ())]
         answering = {each.function.address for each in known if each.function}
         bare = [
-            Placed(each.address, {"pci": each.address.zfill(16).upper()}, each)
+            Placed(each.address, {"pci": as_nvml(each.address)}, each)
             for each in self._pci.gpus()
             if each.address not in answering and self._should_answer(each, bool(answering))
         ]
         return [self._with_link(each) for each in (*known, *bare)]
 
     def _should_answer(self, function: Function, others_do: bool) -> bool:
-        """Not where another driver has it, for a virtual machine, nor where a container hides it from us.
+        """Not where a container hides it from us, or it is excluded.
 
         A GPU that fell off the bus before its driver came is bound to none. One that is driven has a device node,
         unless our container was not given it.
         """
-        bound = driver(function.folder)
-        if bound != "nvidia":
-            return bound is None
+        if driver(function.folder) is None:
+            return True
         told = text_of(self._machine.proc / "driver/nvidia/gpus" / function.address / "information")
-        minor = _MINOR.search(told)
+        minor, uuid = _MINOR.search(told), _UUID.search(told)
+        if uuid and self._machine.excludes(uuid[1]):
+            return False
         return not others_do or (minor is not None and (self._machine.dev / f"nvidia{minor[1]}").exists())
-
-    def _gone(self, inventory: Mapping[str, Any], now_ns: int) -> list[Point]:
-        """One event for each GPU that PCI lists and NVML, which knows others, has not known since we are here.
-
-        One that it knew is told by whoever asked it last.
-        """
-        gpus = inventory.get("gpus", [])
-        answering = {address(gpu.get("pci")) for gpu in gpus if "uuid" in gpu}
-        silent = {address(gpu.get("pci")) for gpu in gpus if "uuid" not in gpu} - self._met if answering else set()
-        self._met |= answering | silent
-        return [
-            point("diagnosd_event", self._tags(each), {"text": _LOST.format(each, len(answering))}, now_ns + 1 + at)
-            for at, each in enumerate(sorted(filter(None, silent)))
-        ]
-
-    def _tags(self, gpu: str) -> dict[str, str]:
-        return {"host": self._machine.host, "kind": "gpu_lost", "subject": f"gpu:{self._machine.host}/PCI:{gpu[:-2]}"}
 
     # -- NICs ----------------------------------------------------------------------------------------------------------
 
@@ -180,10 +166,10 @@ class Node:
             place = self._pci.function(self._machine.sys / "class/infiniband" / port["device"] / "device")
             facts = {**{key: of_netdev[key] for key in _OF_NETDEV if key in of_netdev}, **port}
             placed.append(Placed(port["device"], facts, place or self._pci.at(port.get("pci"))))
-        for name, folder in interfaces.items():
-            place = self._pci.function(folder / "device")
-            if not self._machine.excludes(name, place and place.address):
-                placed.append(Placed(name, self._nic(name, folder, addresses), place))
+        placed += [
+            Placed(name, self._nic(name, folder, addresses), self._pci.function(folder / "device"))
+            for name, folder in interfaces.items()
+        ]
         return [self._with_link(each) for each in placed]
 
     def _ports(self) -> list[dict[str, Any]]:
@@ -202,11 +188,21 @@ class Node:
             found = {
                 name: devices / each / "net" / name for each in names(devices) for name in names(devices / each / "net")
             }
-        return {
-            name: path
-            for name, path in found.items()
-            if watched(name) and name.isprintable() and not self._machine.excludes(name) and path.is_dir()
-        }
+        shown = {name: path for name, path in found.items() if watched(name) and name.isprintable() and path.is_dir()}
+        return self._not_excluded(shown) if self._machine.exclude else shown
+
+    def _not_excluded(self, interfaces: Mapping[str, Path]) -> dict[str, Path]:
+        """By their own name, their function's address, or the name of the RDMA device that it has: of links alone."""
+        devices = self._machine.sys / "class/infiniband"
+        owners: dict[str | None, list[str]] = {}
+        for name in names(devices):
+            owners.setdefault(self._pci.where(devices / name / "device"), []).append(name)
+        kept = {}
+        for name, folder in interfaces.items():
+            where = self._pci.where(folder / "device")
+            if not self._machine.excludes(name, where, *(owners.get(where, ()) if where else ())):
+                kept[name] = folder
+        return kept
 
     def _nic(self, interface: str, folder: Path, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
         return {

@@ -73,6 +73,11 @@ def address(text: str | None) -> str | None:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
+def as_nvml(address: str) -> str:
+    """0000:18:00.0 as NVML writes it, and the contract's inventory for GPUs."""
+    return address.zfill(16).upper()
+
+
 def generation(text: str | None) -> int | None:
     found = _SPEED.match(text or "")
     return GENERATIONS.get(float(found[1])) if found else None
@@ -147,6 +152,13 @@ class Pci:
             self._functions[way] = self._found(Path(os.path.realpath(device)))
         return self._functions[way]
 
+    def where(self, device: Path) -> str | None:
+        """The address of what a `device` of /sys leads to, of which nothing is opened."""
+        for part in reversed(os.path.realpath(device).split("/")):
+            if _ADDRESS.fullmatch(part):
+                return part
+        return None
+
     def at(self, where: str | None) -> Function | None:
         """The function at an address, though the tree may not tell where that is."""
         known = address(where)
@@ -171,10 +183,14 @@ class Pci:
         return int(node) if _NUMBER.fullmatch(node) else self._only_node
 
     def gpus(self) -> list[Function]:
-        """NVIDIA's, as PCI lists them: also those that no driver drives and NVML does not know."""
+        """NVIDIA's, as PCI lists them: those that its driver has, or none, though NVML may not know them.
+
+        What another driver has is not opened: it may be a NIC that is to be left alone, by a name of that driver's.
+        """
         if self._gpus is None:
-            shown = (name for name in self._listed if not self._machine.excludes(name))
-            found = (self.function(self.devices / name) for name in shown)
+            shown = (name for name in self._listed if not self._machine.excludes(name, as_nvml(name)))
+            free = (name for name in shown if driver(self.devices / name) in ("nvidia", None))
+            found = (self.function(self.devices / name) for name in free)
             self._gpus = [each for each in found if each and self._is_gpu(each)]
         return self._gpus
 
