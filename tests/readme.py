@@ -74,14 +74,15 @@ def table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 def options() -> str:
     """Of every verb, each option once."""
-    verbs = {command.callback.__name__: command.callback for command in app.registered_commands if command.callback}
+    verbs = {each.name or each.callback.__name__: each.callback for each in app.registered_commands if each.callback}
     found: dict[tuple[str, str], set[str]] = {}
     for verb, function in verbs.items():
         for name, hint in get_type_hints(function, include_extras=True).items():
             if name != "return" and isinstance(option := hint.__metadata__[0], OptionInfo):
                 kind = hint.__origin__
                 value = option.metavar or ("" if kind is bool else "|".join(kind))
-                found.setdefault((f"--{name} {value}".strip(), option.help or ""), set()).add(verb)
+                said = option.default or f"--{name.replace('_', '-')}"  # a spelling of its own stands first: --for
+                found.setdefault((f"{said} {value}".strip(), option.help or ""), set()).add(verb)
     rows = ([f"`{name}`", *("•" if verb in of else "" for verb in verbs), text] for (name, text), of in found.items())
     return table(
         f"option | {' | '.join(verbs)} | meaning", ([cell.replace("|", "\\|") for cell in row] for row in rows)

@@ -22,6 +22,7 @@ from diagnosd.pace import BUDGET, LONGEST, Batch, Paced
 from diagnosd.point import Point, decode
 from diagnosd.reader import DUTY, Reader
 from hca import hcas
+from nvml.machine import Gpus
 
 ROOT = Path(__file__).parents[1]
 DIAGNOSD = [sys.executable, "-m", "diagnosd"]
@@ -248,8 +249,8 @@ def test_once_says_what_this_node_says_and_calmly_what_is_not_there() -> None:
     done = subprocess.run(
         [*DIAGNOSD, "read", "--once", "--host", "n01"], check=True, capture_output=True, text=True, cwd=ROOT
     )
-    measurements = {decode(line).series.measurement for line in done.stdout.splitlines()}
-    assert {"cpu", "mem", "net", "nstat", "diagnosd_clock", "diagnosd_node"} <= measurements
+    found = measurements(done.stdout)
+    assert {"cpu", "mem", "net", "nstat", "diagnosd_clock", "diagnosd_node"} <= found
     assert all(line.startswith("diagnosd: ") for line in done.stderr.splitlines())
 
 
@@ -257,9 +258,9 @@ def test_once_of_a_captured_tree_says_nothing_of_this_machine(tmp_path: Path) ->
     hcas(tmp_path / "sys", 2)
     command = [*DIAGNOSD, "read", "--once", "--host", "n01", "--sys-root", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    measurements = {decode(line).series.measurement for line in done.stdout.splitlines()}
-    assert "diagnosd_node" in measurements
-    assert not measurements & {"cpu", "mem", "nvidia_smi", "diagnosd_clock"}
+    found = measurements(done.stdout)
+    assert "diagnosd_node" in found
+    assert not found & {"cpu", "mem", "nvidia_smi", "diagnosd_clock"}
 
 
 AUDITED = """
@@ -444,6 +445,51 @@ def test_what_the_devices_say_at_the_end_is_told_and_each_lets_go(node: Node) ->
     assert (node.sent("a"), node.sent("b")) == (2, 2)
     assert (node.folder / "closed a").exists()
     assert node.events() == []
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(each) for each in (task / "children").read_text().split()]
+    return found
+
+
+def test_an_agent_whose_gpu_hangs_goes_on_with_everything_else_and_ends_in_time(tmp_path: Path) -> None:  # A28
+    gpus = Gpus(tmp_path, "H100", "H100")
+    file = tmp_path / "n01.lp"
+    command = [*DIAGNOSD, "record", "--host", "n01", "--socket", tmp_path / "probe.sock", file]
+    environ = {**os.environ, **gpus.environment}
+    with subprocess.Popen(command, env=environ, cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+        until(lambda: file.exists() and "nvidia_smi" in file.read_text())
+        gpus["0.*"] = "hang"
+        until(lambda: "telemetry_gap" in file.read_text())
+        hung = len(file.read_text())
+        until(lambda: {"diagnosd_node", "disk"} <= measurements(file.read_text()[hung:]))
+        readers = children(agent.pid)
+        agent.terminate()
+        _, said = agent.communicate(timeout=5.0)
+    assert "nvml has not answered for " in said
+    assert len(readers) == 2
+    assert not any(map(lives, readers))
+    assert not {"nvidia_smi", "diagnosd_gpu"} & measurements(file.read_text()[hung:])
+
+
+def measurements(lines: str) -> set[str]:
+    return {line.partition(",")[0] for line in lines.splitlines()}
+
+
+def test_yield_lets_go_of_nvidias_library_too(tmp_path: Path) -> None:
+    gpus = Gpus(tmp_path, "H100")
+    node = Node(tmp_path)
+    environ = {**child.environment(tmp_path / "probe.sock"), **gpus.environment}
+    with Agents("n01", child.command("n01"), environ, node.put, BRIEF._replace(most=60.0)) as agents:
+        until(lambda: any(each.series.measurement == "nvidia_smi" for each in node.points))
+        assert agents._child
+        maps = Path(f"/proc/{agents._child._process.pid}/maps")
+        assert "libnvidia-ml" in maps.read_text()
+        (tmp_path / "yield").write_text("")
+        until(node.events)
+        assert "libnvidia-ml" not in maps.read_text()
 
 
 def test_a_file_of_the_kernel_that_never_answers_costs_its_collector_only(tmp_path: Path) -> None:
