@@ -570,6 +570,14 @@ def test_an_old_driver_is_asked_by_the_older_names(tmp_path: Path) -> None:  # A
     assert end == {"missing": None, "stale": False, "errors": 0}
 
 
+def test_a_driver_without_field_values_is_asked_by_single_calls(tmp_path: Path) -> None:
+    gpus = Gpus(tmp_path, "H100", built=library(tmp_path, ["nvmlDeviceGetFieldValues"]))
+    gpus["0.nvmlDeviceGetPowerUsage"] = 512000
+    lines, end = child(gpus.environment)
+    assert "power_draw=512.0" in lines
+    assert end["errors"] == 0
+
+
 def test_an_empty_library_is_named(tmp_path: Path) -> None:  # A31
     (tmp_path / "libnvidia-ml.so.1").touch()
     lines, end = child({"LD_LIBRARY_PATH": str(tmp_path)})
@@ -650,6 +658,16 @@ def test_the_sum_of_link_errors_does_not_run_back_when_one_link_is_unreadable(no
     assert of(n01.read(), "diagnosd_gpu")["nvlink_errors"] == 40
     n01.gpus["0.field.163.2"] = "error 999"
     assert "nvlink_errors" not in of(n01.reads(12), "diagnosd_gpu")
+
+
+def test_a_link_that_is_unreadable_now_is_neither_down_nor_gone_nor_told(node: Make) -> None:
+    n01 = node("H100")
+    n01.read()
+    n01.gpus["0.field.165.6"] = "error 999"
+    assert "6" not in {each.series.tag("link") for each in n01.reads(130)}
+    (gpu,) = n01.nvml.inventory()["gpus"]
+    assert (gpu["nvlinks"], gpu["nvlinks_active"]) == (18, 18)
+    assert n01.nvml.errors == 13
 
 
 def test_a_link_that_comes_up_is_asked_anew(node: Make) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 from diagnosd.collectors.kernel import first_line
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.nvml.gpu import Every, Gpu, Identity
+from diagnosd.collectors.nvml.gpu import Gpu, Identity
+from diagnosd.collectors.nvml.pace import Every
 from diagnosd.collectors.nvml.sheet import MISMATCH, NOT_LOADED, DownError, LostError, said, unsupported
 from diagnosd.point import Point, point
 
 LIBRARY = "libnvidia-ml.so.1"
 TRY_S, LOOK_S = 60, 60
+MOST = 256  # GPUs: no machine has more, whatever a driver says
 VENDOR, DISPLAY = "0x10de", "0x03"  # NVIDIA; PCI class of display and 3D controllers
 
 NO_LIBRARY, NO_PERMISSION = 12, 4
@@ -202,7 +204,7 @@ class Nvml:
                 yield handle
 
     def _counted(self, nvml: ModuleType) -> int:
-        return self._try(nvml.nvmlDeviceGetCount) or 0
+        return min(self._try(nvml.nvmlDeviceGetCount) or 0, MOST)
 
     def _try(self, get: Any, *arguments: object) -> Any:
         """What a function of nvidia-ml-py says; None, counted, where it cannot. What it may not see is not ours."""
@@ -241,9 +243,9 @@ class Nvml:
 
     def _unanswering(self, now_ns: int) -> list[Point]:
         """GPUs that the PCI bus lists and NVML does not: fallen off at boot, perhaps without a word in any log."""
-        gone = [pci for pci in self._pci if pci not in self._shown | self._unanswered and self._is_ours(pci)]
         if self._partly:
             return []
+        gone = [pci for pci in self._pci if pci not in self._shown | self._unanswered and self._is_ours(pci)]
         self._unanswered |= set(gone)
         subject = f"host:{self._machine.host}"
         return [

@@ -17,7 +17,7 @@ SMI = frozenset(SCHEMA["nvidia_smi"].fields)
 """The names that go into `nvidia_smi`; the others go into `diagnosd_gpu`."""
 
 ALL_LINKS = 0xFFFFFFFF  # as a scope: summed by the driver over all NVLinks
-MAX_LINKS = 72  # of any GPU that NVML has numbers for
+MAX_LINKS = 72  # of any GPU that nvml.h has numbers for
 MEMORY_V2 = 0x02000028  # nvmlMemory_v2: size and version of the struct
 KIB, MEGA = 1024, 1_000_000
 MILLI, NANO = 1_000, 1_000_000_000  # how many are one of the unit

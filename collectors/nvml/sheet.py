@@ -14,12 +14,12 @@ from typing import Any
 
 from diagnosd.collectors.nvml.fields import LIMITS, Answer, Call, Limit, Question, Value, Way
 
-UNINITIALIZED, NOT_LOADED, LOST, MISMATCH = 1, 9, 15, 18
+# NVML_ERROR_*
+UNINITIALIZED, NOT_LOADED, NO_FUNCTION, LOST, MISMATCH, UNKNOWN = 1, 9, 13, 15, 18, 999
 DOWN = frozenset({UNINITIALIZED, NOT_LOADED, MISMATCH})  # of the whole driver, whatever GPU was asked
 # Invalid argument (a field that an old driver does not know), not supported, no permission, function not found, version
 # of a struct not known, deprecated.
-NOT_SUPPORTED = frozenset({2, 3, 4, 13, 25, 26})
-UNKNOWN = 999
+NOT_SUPPORTED = frozenset({2, 3, 4, NO_FUNCTION, 25, 26})
 
 # c_nvmlFieldValue_t: field, scope, time, latency, type, code, value. Reading its attributes costs five times as much.
 ELEMENT = struct.Struct("=IIqqIIQ")
@@ -95,14 +95,13 @@ class _Asked:
     def try_next(self) -> None:
         while self._ways and not self.entries:
             way = self._ways.pop(0)
-            scopes = (
-                self._links
-                if isinstance(way, Value) and way.each_link
-                else (way.scope,)
-                if isinstance(way, Value)
-                else (0,)
-            )
-            self.entries = [_Entry(self, way, scope) for scope in scopes]
+            self.entries = [_Entry(self, way, scope) for scope in _scopes(way, self._links)]
+
+
+def _scopes(way: Way, links: Sequence[int]) -> Sequence[int]:
+    if isinstance(way, Call):
+        return (0,)
+    return links if way.each_link else (way.scope,)
 
 
 class _Entry:
@@ -173,7 +172,8 @@ class Sheet:
 
     def _ask_values(self) -> None:
         """One call for all of them, into an array that is made once: nvidia-ml-py would make one each time."""
-        code = self._nvml.nvmlLib.nvmlDeviceGetFieldValues(self._gpu, len(self._array), self._array)
+        ask = getattr(self._nvml.nvmlLib, "nvmlDeviceGetFieldValues", None)
+        code = ask(self._gpu, len(self._array), self._array) if ask else NO_FUNCTION
         for (entry, way), (_, _, _, _, kind, own_code, bits) in zip(
             self._values, ELEMENT.iter_unpack(self._array), strict=True
         ):
@@ -221,12 +221,11 @@ def _possible(limit: Limit | None, number: float) -> int | float | None:
 
 
 def _sum(entries: Sequence[_Entry]) -> tuple[Answer, ...] | None:
-    """None where one of them is unreadable now, and where there is none."""
+    """None where one of them is unreadable now, and where there is none; impossible where one of them is."""
     if len(entries) == 1:
         return entries[0].numbers
-    total: float = 0
-    for entry in entries:
-        if entry.numbers is None or entry.numbers[0] < 0:  # type: ignore[operator]
-            return None
-        total += entry.numbers[0]  # type: ignore[operator]
-    return (total,) if entries else None
+    numbers = [entry.numbers[0] for entry in entries if entry.numbers]
+    known = [number for number in numbers if not isinstance(number, str)]
+    if not known or len(known) < len(entries):
+        return None
+    return (sum(known),) if min(known) >= 0 else (-1,)
