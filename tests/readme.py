@@ -81,7 +81,8 @@ def options() -> str:
             if name != "return" and isinstance(option := hint.__metadata__[0], OptionInfo):
                 kind = hint.__origin__
                 value = option.metavar or ("" if kind is bool else "|".join(kind))
-                said = option.default or f"--{name.replace('_', '-')}"  # a spelling of its own stands first: --for
+                own = isinstance(option.default, str)  # a spelling of its own stands there: --for
+                said = option.default if own else f"--{name.replace('_', '-')}"
                 found.setdefault((f"{said} {value}".strip(), option.help or ""), set()).add(verb)
     rows = ([f"`{name}`", *("•" if verb in of else "" for verb in verbs), text] for (name, text), of in found.items())
     return table(
