@@ -158,10 +158,16 @@ _LINK = rf"{_DEVICE}?{_NETDEV}(?:: (?:NIC )?| NIC )[Ll]ink (?:is )?"
 _BOND, _SLAVE = r"(?<!\S)[\w.-]+: ", r"\(slave (?P<netdev>[\w.@-]+)\): "
 _SXID = rf"(?P<switch>nvidia-nvswitch\d+): SXid \(PCI:{_PCI}\): (?P<code>\d{{1,9}}), (?!Severity|Data )"
 _MANAGER = r"detected NVSwitch (?:non-)?fatal error (?P<code>\d{1,9}) on .*bus id (?P<switch>\S+)"
-_MLX5 = {
-    "health": r"health compromised|Fatal error \d|handling bad device|FW is unable|synd 0x(?!0+:)|recovery failed",
-    "command": r"op_mod\(0x[0-9a-f]+\) failed, status|timeout\. Will cause a leak",
-}
+_MLX5 = (  # fault, and the words for it
+    ("health", "health compromised"),
+    ("health", "Fatal error "),
+    ("health", "handling bad device"),
+    ("health", "FW is unable"),
+    ("health", "health recovery failed"),
+    ("health", "synd 0x"),
+    ("command", ") failed, status"),
+    ("command", "timeout. Will cause a leak"),
+)
 
 _SEVERITY = r"severity=(?P<severity>\w+(?: \([\w-]+\))?)"
 _BLOCKED = r"INFO: task (?P<severity>.{1,40}):\d+ blocked for more than \d+ seconds"
@@ -202,12 +208,11 @@ ROWS: tuple[Row, ...] = (
     _row("driver", "transmit", "TX timeout", rf"{_DEVICE}?{_NETDEV}: TX timeout"),
     _row("driver", "transmit", "NETDEV WATCHDOG", rf"{_DEVICE}{_NETDEV}: NETDEV WATCHDOG"),
     _row("driver", "transmit", "NETDEV WATCHDOG", r"NETDEV WATCHDOG: (?P<netdev>[\w.@-]+) \(\S+\): transmit queue"),
-    _row("driver", "health", "mlx5_core", rf"{_DEVICE}.*(?:{_MLX5['health']})"),
-    _row("driver", "command", "mlx5_core", rf"{_DEVICE}.*(?:{_MLX5['command']})"),
+    *(_row("driver", fault, words, rf"{_DEVICE}.*{re.escape(words)}(?!0+:)") for fault, words in _MLX5),
     # PCI Express. Each error is some lines: this is the one with the address and the severity.
     _row("aer", "aer", "PCIe Bus Error", rf"{_DEVICE}(?:AER: )?PCIe Bus Error: {_SEVERITY}"),
     _row("aer", "aer", "aer_status: 0x", rf"{_DEVICE}(?:AER: )?aer_status: 0x"),  # from the firmware
-    _row("aer", "recovery", "recovery failed", rf"{_DEVICE}(?:AER: )?.*device recovery failed"),
+    _row("aer", "recovery", "device recovery failed", rf"{_DEVICE}(?:AER: )?.*device recovery failed"),
     _row("aer", "containment", "DPC: containment", rf"{_DEVICE}DPC: containment event"),
     _row("aer", "slot", "pciehp: Slot", rf"{_DEVICE}pciehp: Slot\([^)]*\): (?:Link Down|Card not present)"),
     # systemd itself: the devices that a container was given beside its unit are gone after a reload

@@ -125,8 +125,10 @@ class Kmsg:
         return b"".join(records)
 
     def _count_lost(self, before: bytes, after: bytes) -> None:
+        """What was overwritten between two records, unless it was history."""
         last = _number(before) if before else self._number
-        if 0 <= last < (number := _number(after)):
+        number, written = _head(after)
+        if 0 <= last < number and written + self._drift >= self._since:
             self.lost += number - last - 1
 
     def lines(self, raw: Iterable[bytes]) -> list[Line]:
