@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ def inventory(host: str, root: Path | None, exclude: Sequence[str], socket: Path
     seen = Seen(decode_node(json.dumps(Node(machine).inventory()))) if root else live(machine, socket)
     if output == "json":
         print(encode(seen.inventory).decode())
+        for each in seen.words:
+            print(f"diagnosd: {each}", file=sys.stderr)
     else:
         print(text(str(root or host), machine, seen), end="")
     return 0 if seen.inventory != NodeInventory() else 1
