@@ -272,8 +272,8 @@ def yield_(
 
     Example: diagnosd yield --for 15m && nvidia-smi --gpu-reset -i 3
 
-    It writes a file beside the agent's socket, and returns when it has been heeded. After that time, and 24 hours after
-    the file was written at the latest, whatever stands in it, devices are read again.
+    It writes a file beside the agent's socket, where every reader looks each second, and returns after two. When the
+    time is over, and 24 hours after the file was written at the latest, whatever stands in it, devices are read again.
     """
     from diagnosd import yields  # noqa: PLC0415
 

@@ -269,7 +269,7 @@ class Devices:
             self._last_line = line
             self._lines -= 1
             if self._lines >= 0:
-                log.warning("devices: %s", line)
+                log.warning("devices: %s", line.removeprefix("diagnosd: "))
             elif self._lines == -1:
                 log.warning("devices: more lines came, they are left out for an hour")
 

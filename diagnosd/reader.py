@@ -39,7 +39,7 @@ RENEWED = "DIAGNOSD_RENEWED"  # in our own environment: how often that was
 FILES = 65536  # that we may open: an HCA's counters are some dozen files a port, and each stays open
 # After stdin was closed: for the round that is under way, and then for the call that hangs (a process that is killed
 # while it asks a GPU has frozen it).
-LEAVE_S, LAST_S = 2.0, 60.0
+LEAVE_S, LAST_S = 1.0, 60.0
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

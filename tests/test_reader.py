@@ -27,7 +27,7 @@ from nvml.machine import Gpus
 ROOT = Path(__file__).parents[1]
 DIAGNOSD = [sys.executable, "-m", "diagnosd"]
 PATIENCE_S = 10.0
-BRIEF = Patience(tick=0.05, most=0.3, kill=30.0, back=0.4, back_longest=60.0, again=0.05, again_longest=0.2)
+BRIEF = Patience(tick=0.05, most=0.3, kill=30.0, back=0.2, back_longest=60.0, again=0.05, again_longest=0.2)
 
 # Two devices, a and b. What a read of each does stands in a file of its name.
 ODD = """
@@ -298,7 +298,7 @@ def test_a_device_that_hangs_is_left_alone_and_the_others_are_read_on(node: Node
         assert node.sent("a") == 0
         (event,) = node.events()
         assert event == (
-            "a has not answered for 0.3 s and is left alone; the other devices are read on, and it again in 0.4 s"
+            "a has not answered for 0.3 s and is left alone; the other devices are read on, and it again in 0.2 s"
         )
 
 
@@ -318,7 +318,7 @@ def test_what_hangs_again_is_put_off_for_longer_and_with_two_such_processes_it_s
         before = node.sent("b")
         until(lambda: node.sent("b") > before + 5)
         hung, again, off = node.events()
-        assert ("again in 0.4 s" in hung, "again in 0.8 s" in again) == (True, True)
+        assert ("again in 0.2 s" in hung, "again in 0.4 s" in again) == (True, True)
         assert off == "a stays off: 2 processes that asked have not ended yet"
         assert len(node.alive()) == 3
         os.kill(node.pids()[0], signal.SIGKILL)  # as when the device answers at last
