@@ -16,7 +16,7 @@ from typing import Any
 from diagnosd.collectors.kernel import first_line
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.nvml.gpu import Gpu, Identity
-from diagnosd.collectors.nvml.pace import Every
+from diagnosd.collectors.nvml.every import Every
 from diagnosd.collectors.nvml.sheet import MISMATCH, NOT_LOADED, DownError, LostError, said, unsupported
 from diagnosd.point import Point, point
 
@@ -247,11 +247,13 @@ class Nvml:
             return []
         gone = [pci for pci in self._pci if pci not in self._shown | self._unanswered and self._is_ours(pci)]
         self._unanswered |= set(gone)
-        subject = f"host:{self._machine.host}"
-        return [
-            self._event("gpu_lost", subject, f"the GPU at {pci} is on the PCI bus and the driver does not show it", at)
-            for at, pci in enumerate(gone, now_ns)
-        ]
+        return [self._unshown(pci, now_ns) for pci in gone]
+
+    def _unshown(self, pci: str, now_ns: int) -> Point:
+        """Nobody knows its uuid: it goes by the name that the kernel's log has for it, PCI:0000:3b:00."""
+        subject = f"gpu:{self._machine.host}/PCI:{pci.rpartition('.')[0]}"
+        text = f"the GPU at {pci} is on the PCI bus and the driver does not show it"
+        return self._event("gpu_lost", subject, text, now_ns)
 
     def _is_ours(self, pci: str) -> bool:
         """Not given to a virtual machine, and not another container's: the driver's own list leaves out those."""
