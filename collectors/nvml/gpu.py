@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
+from diagnosd.collectors.nvml.every import Every
 from diagnosd.collectors.nvml.fabric import fabric
 from diagnosd.collectors.nvml.fields import FACTS, FAST, MAX_LINKS, SLOW, SMI, WIDE, WRAPPING
 from diagnosd.collectors.nvml.gpm import Activity
 from diagnosd.collectors.nvml.links import Links
-from diagnosd.collectors.nvml.every import Every
 from diagnosd.collectors.nvml.sheet import Sheet
 from diagnosd.point import Point, Series
 
