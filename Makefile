@@ -3,6 +3,9 @@ PYTHON ?= python3
 V := .venv/bin
 TORCH ?= 2.13.0
 N ?= 5
+# What tests run for real: network namespaces, a systemd of their own, ibstat to hold our reading against, C libraries.
+PROGRAMS := ip tc nft ibstat systemctl gcc
+PACKAGES := iproute2 nftables infiniband-diags systemd gcc libc6-dev
 
 .PHONY: demo test check pytest bed soak bench clean
 
@@ -52,9 +55,9 @@ clean:
 
 # The CPU build of PyTorch: from a local wheel where pip is told of one, else from PyTorch's own index.
 .venv/test: .venv/made pyproject.toml
-	@if [ "$$(id -u)" = 0 ] && ! { command -v ip && command -v tc && command -v nft; } >/dev/null; then \
-	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 nftables >/dev/null; } \
-	  || echo "iproute2 and nftables are not to be had here: the test bed is skipped" >&2; fi
+	@if [ "$$(id -u)" = 0 ] && ! (for each in $(PROGRAMS); do command -v $$each || exit 1; done) >/dev/null; then \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; } \
+	  || echo "$(PACKAGES) are not to be had here: tests that need them are skipped" >&2; fi
 	@$(V)/python -c 'import torch' 2>/dev/null || $(V)/pip install --quiet --disable-pip-version-check 'torch==$(TORCH)+cpu' 2>/dev/null \
 	  || $(V)/pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' --index-url https://download.pytorch.org/whl/cpu \
 	  || echo "torch is not to be had here: tests that need it are skipped" >&2

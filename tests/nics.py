@@ -59,10 +59,7 @@ class Nics:
         rdma: str = "",
     ) -> None:
         """An interface, or what it says from now on."""
-        head = f"# driver {driver}\n" + f"# errno {errno}\n" * bool(errno) + "# strict\n" * strict
-        fresh = self._answers / ".new"
-        fresh.write_bytes(os.fsencode(head + counters))
-        fresh.rename(self._answers / name)
+        self.answer(name, f"# errno {errno}\n" * bool(errno) + "# strict\n" * strict + counters, driver)
         self.interface(name)
         device = self.sys / "class/net" / name / "device"
         device.unlink(missing_ok=True)
@@ -70,6 +67,12 @@ class Nics:
         if rdma:
             (self.sys / "class/infiniband" / rdma).mkdir()
             (self.sys / "class/infiniband" / rdma / "device").symlink_to(f"../../../{pci}")
+
+    def answer(self, name: str, counters: str, driver: str = "mlx5_core") -> None:
+        """What the driver of an interface says that stands in another tree."""
+        fresh = self._answers / ".new"
+        fresh.write_bytes(os.fsencode(f"# driver {driver}\n{counters}"))
+        fresh.rename(self._answers / name)
 
     def interface(self, name: str) -> Path:
         """One without a device behind it, as a bridge is."""
