@@ -1,4 +1,4 @@
-"""What it costs to read a node of 8 GPUs, 18 links each, and 8 HCAs: `python -m tests.benchmarks.tick [--day]`, as root.
+"""What reading a node of 8 GPUs, 18 links each, and 8 HCAs costs: `python -m tests.benchmarks.tick [--day]`, as root.
 
 The real `diagnosd agent`, as nobody, for a minute. The node is a captured /sys, mounted over this machine's own in a
 namespace that nobody else sees; C libraries stand in for NVIDIA's and for the NICs' drivers. Then again with devices
@@ -69,9 +69,11 @@ def node(*, slow: bool = False) -> Iterator[tuple[Path, dict[str, str]]]:
         environ = gpus.environment | nics.environment(delay_us=ETHTOOL_DELAY_US if slow else 0)
         del environ["ETHTOOL_LOG"]
         if slow:
-            command = ["gcc", "-O1", "-Wall", "-shared", "-fPIC", "-o", str(folder / "slow.so"), str(SLOW_FILES), "-ldl"]
-            subprocess.run(command, check=True)
-            environ["LD_PRELOAD"] += f":{folder / 'slow.so'}"
+            slow_files = folder / "slow.so"
+            subprocess.run(
+                ["gcc", "-O1", "-Wall", "-shared", "-fPIC", "-o", slow_files, SLOW_FILES, "-ldl"], check=True
+            )
+            environ["LD_PRELOAD"] += f":{slow_files}"
         yield folder, environ
 
 
@@ -163,7 +165,8 @@ def ticks(sys_root: Path) -> None:
                 collector.read(time.time_ns())
         if tick in (600, DAY - 1):
             memory.append(cost(os.getpid()).pss)
-    row("a day of ticks, memory (PSS) after ten minutes and in the end", " -> ".join(f"{m / 2**20:.1f}" for m in memory))
+    first, last = (each / 2**20 for each in memory)
+    row("a day of ticks, memory (PSS) after ten minutes and in the end", f"{first:.1f} and {last:.1f} MiB")
     row("  a tick of all hardware collectors", f"{1e3 * time.process_time() / DAY:.2f} ms of CPU")
 
 
