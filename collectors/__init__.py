@@ -36,7 +36,7 @@ class Collector(Protocol):
     - `deadline`: seconds that a read may take, 1.5 where it does not say; the first read may take longer
     - `missing`: after the first read, what is not here and which path was tried, or None
     - `stale`: whether only a fresh process can read on, as after an upgrade of a library that is loaded
-    - `close()`: lets go of what it holds
+    - `close()`: lets go of what it has open; in the agent one more read gives what had come until then
     """
 
     @property

@@ -142,8 +142,6 @@ class Agent:
         if self._devices:
             self._devices.leave()
         for lane in self._lanes:
-            if isinstance(lane.collector, Steps):
-                lane.collector.close()
             if lane.idle(deadline - STOP_S * 3 / 4 - time.monotonic()):
                 lane.end(time.time_ns())
         for lane in self._lanes:

@@ -46,7 +46,7 @@ class Lane:
         self._requests.put(now_ns)
 
     def end(self, now_ns: int) -> None:
-        """Asks for what it still holds, and has it let go of what it has open."""
+        """Has it let go of what it has open, and asks for what it still holds."""
         self._ending = True
         self.ask(now_ns)
 
@@ -58,10 +58,11 @@ class Lane:
             self._read()
 
     def _read(self) -> None:
-        batch = self.paced.read(self._requests.get())
-        if batch.points:
-            self._put(batch)
+        now_ns = self._requests.get()
         if self._ending:
             with suppress(Exception):  # it is the kernel's in a moment
                 getattr(self.collector, "close", lambda: None)()
+        batch = self.paced.read(now_ns)
+        if batch.points:
+            self._put(batch)
         self._idle.set()
