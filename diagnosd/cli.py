@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from diagnosd import __version__
+from diagnosd.journal import own_mistake, said
 
 app = typer.Typer(
     help="Say why a distributed training job is slow: which part of the step grew, where, and for which cause.",
@@ -336,19 +336,9 @@ def _options(
     """The options of diagnosd itself."""
 
 
-def _own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """What nobody foresaw, in a line that says where."""
-    if issubclass(kind, KeyboardInterrupt):
-        return
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    where = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
-    print(f"diagnosd: a mistake of its own, please report it: {kind.__name__}{where}: {error}", file=sys.stderr)
-
-
 def main() -> None:
-    sys.excepthook = _own_mistake
-    threading.excepthook = lambda args: _own_mistake(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.excepthook = own_mistake
+    threading.excepthook = lambda args: own_mistake(args.exc_type, args.exc_value, args.exc_traceback)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - started with it closed (2>&-)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -357,10 +347,8 @@ def main() -> None:
     try:
         app(prog_name="diagnosd")
     except (OSError, ValueError) as error:  # a recording, a socket, a cluster.toml: the message names it
-        from diagnosd.journal import said  # noqa: PLC0415
-
         print(f"diagnosd: {said(error)}", file=sys.stderr)
         sys.exit(ERROR)
     except Exception as error:  # noqa: BLE001 - the last one before a user: typer would print its traceback
-        _own_mistake(type(error), error, error.__traceback__)
+        own_mistake(type(error), error, error.__traceback__)
         sys.exit(ERROR)

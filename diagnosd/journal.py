@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
+from types import TracebackType
 
 
 def log_calmly(level: int = logging.INFO) -> None:
@@ -16,3 +19,13 @@ def said(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """What nobody foresaw, in a line that says where."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    where = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+    print(f"diagnosd: a mistake of its own, please report it: {kind.__name__}{where}: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import NoReturn
 from diagnosd import yields
 from diagnosd.collectors import COLLECTORS, Collector, hardware
 from diagnosd.collectors.machine import Machine, captured
-from diagnosd.journal import log_calmly
+from diagnosd.journal import log_calmly, own_mistake
 from diagnosd.pace import Paced, resident_bytes
 from diagnosd.point import Point, Series, encode, point
 
@@ -161,8 +161,8 @@ def once(host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str],
         code = 0
     except KeyboardInterrupt:
         code = 130
-    except BaseException:  # noqa: BLE001 - a hook says what it was; the interpreter's own end is not waited for
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001 - the interpreter's own end is not waited for
+        own_mistake(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
 
@@ -211,8 +211,8 @@ def serve(
         code = 0
     except (SystemExit, BrokenPipeError):
         code = 0
-    except BaseException:  # noqa: BLE001 - likewise
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001 - likewise
+        own_mistake(type(error), error, error.__traceback__)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         reader.close()
@@ -229,8 +229,9 @@ def _rounds(reader: Reader, out: int, *, on_request: bool) -> None:
 
 
 def _requests() -> Iterator[None]:
-    while asked := os.read(0, 4096):
-        yield from [None] * asked.count(b"\n")
+    with suppress(OSError):  # closed from the start
+        while asked := os.read(0, 4096):
+            yield from [None] * asked.count(b"\n")
 
 
 def _seconds() -> Iterator[None]:

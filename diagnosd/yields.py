@@ -41,7 +41,10 @@ def begin(socket: Path, seconds: float) -> str:
     """Writes the file, waits until every reader has seen it, and says so. OSError where it cannot be written."""
     until = time.time() + seconds
     file = socket.absolute().parent / FILE
-    fd, name = tempfile.mkstemp(prefix=f".{FILE}-", dir=file.parent)
+    try:
+        fd, name = tempfile.mkstemp(prefix=f".{FILE}-", dir=file.parent)
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror}; --socket PATH is the agent's") from error
     with os.fdopen(fd, "w") as text:
         os.fchmod(fd, 0o644)
         text.write(datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds") + "\n")

@@ -235,6 +235,12 @@ def test_a_reader_whose_stdout_is_closed_ends_quietly(node: Node) -> None:
     assert process.returncode == 0
 
 
+def test_a_reader_that_nobody_can_ask_ends_quietly(node: Node) -> None:
+    argv = ["sh", "-c", 'exec "$0" "$@" <&-', *node.argv]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=child.environment(ROOT))
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_it_reads_by_itself_every_second_until_it_is_told_to_end(tmp_path: Path) -> None:
     with subprocess.Popen([*DIAGNOSD, "read", "--sys-root", tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout
@@ -580,6 +586,9 @@ def test_yield_says_what_it_did_and_takes_it_back(tmp_path: Path) -> None:
     assert "read again" in diagnosd("--end").stdout
     assert not (tmp_path / "yield").exists()
     assert diagnosd("--for", "25h").returncode == 2
+    nowhere = diagnosd("--socket", f"{tmp_path}/none/probe.sock")
+    assert nowhere.returncode == 1
+    assert f"{tmp_path}/none/yield cannot be written: No such file or directory" in nowhere.stderr
 
 
 def test_a_library_that_is_stale_is_left_behind_after_a_minute_and_later_ever_more_rarely(
