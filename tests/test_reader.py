@@ -178,7 +178,7 @@ def test_what_a_library_prints_on_stdout_is_not_among_the_points(node: Node, tmp
         assert line.startswith("# ") or decode(line)
 
 
-def test_one_device_that_cannot_be_read_costs_the_others_nothing_and_is_counted() -> None:
+def test_one_device_that_cannot_be_read_costs_the_others_nothing_and_is_counted() -> None:  # A02
     class Broken(Plain):
         def read(self, now_ns: int) -> list[Point]:
             raise OSError(5, "Input/output error")
@@ -368,6 +368,20 @@ def test_a_device_whose_library_ends_the_process_is_put_off_and_the_others_are_r
     assert died == "the process that reads the devices was ended by SIGABRT while it read a"
     assert then == "it is started again"
     assert "devices: assertion failed: x" in caplog.messages
+
+
+def test_what_is_not_there_is_said_once_with_the_path_also_when_the_child_is_replaced(  # A108
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node.does(a="self.missing = 'no driver here (/dev/nvidiactl: Permission denied)'")
+    with reading(node):
+        until(lambda: node.sent("b"))
+        os.kill(node.pids()[0], signal.SIGKILL)
+        until(lambda: len(node.pids()) == 2)
+        before = node.sent("b")
+        until(lambda: node.sent("b") > before)
+    assert caplog.messages.count("no driver here (/dev/nvidiactl: Permission denied)") == 1
 
 
 def test_a_flood_on_stderr_is_cut_short_in_the_log(node: Node, caplog: pytest.LogCaptureFixture) -> None:
