@@ -741,16 +741,24 @@ def test_a_line_without_end_is_given_up(tmp_path: Path, journalctl: Path) -> Non
         assert source._rest == b""
 
 
+JOURNAL = """
+import time
+from pathlib import Path
+from diagnosd.collectors.kernellog.sources import Journal
+journal = Journal(Path("/"))
+while not journal.chunk(waited=False):
+    time.sleep(0.01)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
 def test_journalctl_ends_with_us_however_we_end(tmp_path: Path, journalctl: Path) -> None:
     """The real one ends when its pipe does; here it is shown that the pipe is ours alone."""
     journalctl.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nwhile echo x; do sleep 0.05; done\n")
-    program = (
-        "import os, sys, time; from pathlib import Path; from diagnosd.collectors.kernellog.sources import Journal"
-    )
-    program += "; j = Journal(Path('/')); time.sleep(0.5); print('up', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT) as us:
+    with subprocess.Popen([sys.executable, "-c", JOURNAL], stdout=subprocess.PIPE, cwd=ROOT) as us:
         assert us.stdout
-        us.stdout.readline()
+        assert us.stdout.readline() == b"up\n"
         child = int((tmp_path / "pid").read_text())
         us.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 5
