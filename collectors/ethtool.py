@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.kernel import NOT_SUPPORTED, first_line
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
@@ -85,7 +86,7 @@ _WANTED: dict[str, Callable[[str], object]] = {
     for cadence in ("fast", "slow")
 }
 
-SLOW_TICKS = 10  # reads between two of the slow counters of an interface, and between two looks for interfaces
+SLOW_S = 10  # between two reads of the slow counters of an interface, and between two looks for interfaces
 NICS = 64  # ports of one host; of more (virtual functions by the hundred) the first
 # A driver that fails alike again and again is asked rarely: a refused firmware command may write a line to the kernel
 # log each time.
@@ -146,7 +147,7 @@ class Nic:
 
     device: str  # what its `device` link says: another device under the same name is another NIC
     request: bytes  # struct ifreq
-    slot: int  # of the SLOW_TICKS ticks, the one that is its slow counters'
+    slow_due: Every
     series: Series | None = None
     count: int = 0  # of the driver's counters; 0: nothing learned
     fast: Selection = NONE
@@ -156,8 +157,9 @@ class Nic:
     failures: int = 0  # in a row
     rests_until: int = 0  # tick
 
-    def due(self, tick: int) -> Selection:
-        return self.all if not self.told or tick % SLOW_TICKS == self.slot else self.fast
+    def due(self, now_ns: int, tick: int) -> Selection:
+        slow = self.slow_due.is_due(now_ns, tick)
+        return self.all if slow or not self.told else self.fast
 
 
 class Ethtool:
@@ -169,7 +171,8 @@ class Ethtool:
         self._machine = machine
         self._folder = machine.sys / "class/net"
         self._nics: dict[str, Nic] = {}
-        self._tick = self._slots = 0
+        self._tick = 0
+        self._look_due = Every(SLOW_S)
         self._socket: socket.socket | None = None
         self._room = mmap.mmap(-1, _ROOM, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
@@ -191,13 +194,13 @@ class Ethtool:
         """
         if not self._machine.live:
             return []
-        if self._tick % SLOW_TICKS == 0:
+        self._tick += 1
+        if self._look_due.is_due(now_ns, self._tick):
             self._look()
         points = []
         for name, nic in list(self._nics.items()):
             if nic.supported and self._tick >= nic.rests_until and (made := self._read(name, nic, now_ns)):
                 points.append(made)
-        self._tick += 1
         return points
 
     def _look(self) -> None:
@@ -210,7 +213,7 @@ class Ethtool:
                 continue
             nic = self._nics.get(name)
             if nic is None or nic.device != device:
-                nic = self._new(name, device)
+                nic = self._new(name, device, len(found) % SLOW_S)
             found[name] = nic
             if len(found) == NICS:
                 break
@@ -224,9 +227,8 @@ class Ethtool:
             names.setdefault(_link(folder / name / "device") or "", []).append(name)
         return names
 
-    def _new(self, name: str, device: str) -> Nic:
-        self._slots += 1
-        nic = Nic(device, _IFREQ.pack(os.fsencode(name), self._address), self._slots % SLOW_TICKS)
+    def _new(self, name: str, device: str, early: int) -> Nic:
+        nic = Nic(device, _IFREQ.pack(os.fsencode(name), self._address), Every(SLOW_S, early))
         nic.supported = not REPRESENTOR.fullmatch(first_line(self._folder / name / "phys_port_name") or "")
         return nic
 
@@ -234,7 +236,7 @@ class Ethtool:
         try:
             if not nic.count:
                 self._learn(name, nic)
-            selection = nic.due(self._tick)
+            selection = nic.due(now_ns, self._tick)
             fields = self._fields(nic, selection) if selection.names else {}
         except OSError as error:
             self._failed(name, nic, error)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.rdma import ATTEMPTS, REST_S, Attribute, Tally, devices, names
 from diagnosd.point import Point, Series, Value, point
@@ -126,15 +127,13 @@ def _sayable(name: str) -> bool:
 
 
 class _Port:
-    def __init__(self, series: Series, folders: list[str], tally: Tally, slot: int) -> None:
+    def __init__(self, series: Series, folders: list[str], tally: Tally, early: int) -> None:
         self.series = series
-        self.slot = slot  # at which of ten ticks its slow counters are read
         self.folders = [_Folder(folder, tally) for folder in folders]
-        self.fresh = True
+        self._slow_due = Every(SLOW_S, early)
 
     def read(self, now_ns: int, tick: int) -> Iterator[Point]:
-        slow = self.fresh or tick % SLOW_S == self.slot
-        self.fresh = False
+        slow = self._slow_due.is_due(now_ns, tick)
         fields: dict[str, Value] = {}
         for folder in self.folders:
             fields = {**folder.read(now_ns, slow=slow), **fields}  # the port's own before its device's
@@ -163,7 +162,8 @@ class Infiniband:
         self._machine = machine
         self._tally = Tally()
         self._ports: dict[tuple[str, int, int], _Port] = {}  # device, port, inode: loaded anew, it is another
-        self._tick = -1
+        self._tick = 0
+        self._look_due = Every(LOOK_S)
 
     @property
     def errors(self) -> int:
@@ -171,7 +171,7 @@ class Infiniband:
 
     def read(self, now_ns: int) -> list[Point]:
         self._tick += 1
-        if self._tick % LOOK_S == 0 or self._tally.gone:
+        if self._look_due.is_due(now_ns, self._tick) or self._tally.gone:
             try:
                 self._look()
             except OSError:  # no descriptor left, or the like: nobody knows who is there
@@ -205,7 +205,7 @@ class Infiniband:
 
     def _port(self, device: str, number: int, folders: list[str]) -> _Port:
         series = Series.of("infiniband", host=self._machine.host, device=device, port=str(number))
-        return _Port(series, folders, self._tally, slot=(self._tick + 1 + len(self._ports)) % SLOW_S)
+        return _Port(series, folders, self._tally, early=len(self._ports) % SLOW_S)
 
 
 def _inode(folder: str) -> int:

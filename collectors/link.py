@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.ibstat import Ibstat
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.rdma import (
@@ -47,7 +48,7 @@ class _Told:
         self.is_down = False  # and that has been told
         self._series = Series.of("diagnosd_link", host=host, device=device, port=str(port))
         self._fields: dict[str, Value] = {}
-        self._due = 0  # tick
+        self._due = Every(REPEAT_S)
 
     def turned(self, state: int, word: str) -> Iterator[Event]:
         """Once when it goes, once when it is back."""
@@ -66,14 +67,13 @@ class _Told:
         yield Event("link_down", self.subject, words, float(times))
         yield Event("link_up", self.subject, f"{self.label} is ACTIVE again")
 
-    def take(self, known: Mapping[str, Value | None], tick: int) -> None:
+    def take(self, known: Mapping[str, Value | None]) -> None:
         fields = {key: value for key, value in known.items() if value is not None}
         if fields != self._fields:
-            self._fields, self._due = fields, tick
+            self._fields, self._due = fields, Every(REPEAT_S)
 
-    def point(self, tick: int, now_ns: int) -> Iterator[Point]:
-        if self._fields and tick >= self._due:
-            self._due = tick + REPEAT_S
+    def point(self, now_ns: int, tick: int) -> Iterator[Point]:
+        if self._fields and self._due.is_due(now_ns, tick):
             yield Point(self._series, dict(self._fields), now_ns)
 
     def gone(self) -> Event:
@@ -111,13 +111,13 @@ class _Downs:
 class _Port:
     """One port in sysfs. Of a state a driver makes a query to its firmware: each second there is one, not three."""
 
-    def __init__(self, told: _Told, machine: Machine, device: Device, number: int, tally: Tally, slot: int) -> None:
+    def __init__(self, told: _Told, machine: Machine, device: Device, number: int, tally: Tally, early: int) -> None:
         self.told = told
         self._machine = machine
         self._device = device
         self._number = number
         self._tally = tally
-        self._slot = slot  # at which of ten ticks it is looked at closely
+        self._close_due = Every(CLOSE_S, early)
         folder = f"{device.folder}/ports/{number}"
         self._state = Attribute(f"{folder}/state", tally, kept=True, period=1)
         self._phys_state = Attribute(f"{folder}/phys_state", tally, kept=False, period=CLOSE_S)
@@ -129,15 +129,15 @@ class _Port:
         self._members: Mapping[str, bool] = {}
         self._downs = _Downs()
 
-    def read(self, tick: int) -> Iterator[Event]:
+    def read(self, now_ns: int, tick: int) -> Iterator[Event]:
         state = self._state.read()
-        regular = self._seen is None or tick % CLOSE_S == self._slot
+        regular = self._close_due.is_due(now_ns, tick)
         if regular:
             self._find_interface()
         seen = state, self._carrier_changes.read() if self._carrier_changes else None
         if regular or seen != self._seen:
             self._seen = seen
-            yield from self._look(state, seen[1], tick, regular=regular)
+            yield from self._look(state, seen[1], regular=regular)
 
     def close(self) -> None:
         self._state.close()
@@ -153,7 +153,7 @@ class _Port:
             self._carrier_changes = Attribute(path, self._tally, kept=True, period=1) if interface.folder else None
             self._interface, self._downs = interface, _Downs()
 
-    def _look(self, words: bytes | None, changed: bytes | None, tick: int, *, regular: bool) -> Iterator[Event]:
+    def _look(self, words: bytes | None, changed: bytes | None, *, regular: bool) -> Iterator[Event]:
         now = _numbered(self._state, words)
         changes = int(changed) if changed and changed.isdigit() and len(changed) < 10 else None
         if self._carrier_changes and changes is not None:
@@ -168,7 +168,7 @@ class _Port:
             yield from self.told.turned(*now)
             self._downs.seen += self.told.is_down and not was_down
         yield from self._members_turned()
-        self.told.take({"state": now and now[0], "carrier_changes": changes, **self._shape()}, tick)
+        self.told.take({"state": now and now[0], "carrier_changes": changes, **self._shape()})
 
     def _members_turned(self) -> Iterator[Event]:
         """A bond stays up with one dead member, and carries half."""
@@ -226,7 +226,8 @@ class Link:
         self._tally = Tally()
         self._ports: dict[tuple[str, int], _Port] = {}
         self._told: dict[tuple[str, int], _Told] = {}  # of every port there ever was
-        self._tick = -1
+        self._tick = 0
+        self._look_due = Every(CLOSE_S)
 
     @property
     def errors(self) -> int:
@@ -235,14 +236,14 @@ class Link:
     def read(self, now_ns: int) -> list[Point]:
         self._tick += 1
         events: list[Event] = []
-        if self._tick % CLOSE_S == 0 or self._tally.gone:
+        if self._look_due.is_due(now_ns, self._tick) or self._tally.gone:
             try:
                 events += self._find()
             except OSError:  # no descriptor left, or the like: nobody knows who is there, so nobody is gone
                 self._tally.errors += 1
         for port in self._ports.values():
-            events += port.read(self._tick)
-        points = [each for told in self._told.values() for each in told.point(self._tick, now_ns)]
+            events += port.read(now_ns, self._tick)
+        points = [each for told in self._told.values() for each in told.point(now_ns, self._tick)]
         return points + [self._event(event, now_ns + number) for number, event in enumerate(events)]
 
     def close(self) -> None:
@@ -260,8 +261,8 @@ class Link:
         for (name, number), device in there.items():
             if (name, number) not in self._ports:
                 told = self._told.setdefault((name, number), _Told(self._machine.host, name, number))
-                slot = (self._tick + 1 + len(self._ports)) % CLOSE_S
-                self._ports[name, number] = _Port(told, self._machine, device, number, self._tally, slot)
+                early = len(self._ports) % CLOSE_S
+                self._ports[name, number] = _Port(told, self._machine, device, number, self._tally, early)
         self.missing = None if there else missing(self._machine)
         events = [port.told.gone() for port in gone]
         if self._ibstat and not there and not names(f"{self._machine.sys}/class/infiniband"):
@@ -282,7 +283,7 @@ class Link:
                 "rate": round(each.gbps * 1e9) if each.gbps else None,
                 "width": each.width,
             }
-            told.take(known, self._tick)
+            told.take(known)
 
     def _event(self, event: Event, now_ns: int) -> Point:
         tags = {"host": self._machine.host, "kind": event.kind, "subject": event.subject}

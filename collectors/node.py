@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.kernel import first_line, text_of
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
@@ -83,7 +84,8 @@ class Node:
         self._rdma = Nics(machine)
         self.errors = 0
         self._told = ""
-        self._reads_since = 0
+        self._told_due = Every(REPEAT_S)
+        self._seconds = 0  # by the number of reads
         self._known_ports: list[dict[str, Any]] = []
         self._online: str | None = None
         self._cores: dict[str, int] | None = None
@@ -92,10 +94,11 @@ class Node:
         """The inventory: at first, when it has changed, and every REPEAT_S."""
         inventory = self.inventory()
         settled = json.dumps({**inventory, "gpus": [_settled(gpu) for gpu in inventory.get("gpus", ())]})
-        self._reads_since += 1
-        if settled == self._told and self._reads_since * self.every < REPEAT_S:
+        if settled != self._told:
+            self._told, self._told_due = settled, Every(REPEAT_S)
+        self._seconds += self.every
+        if not self._told_due.is_due(now_ns, self._seconds):
             return []
-        self._told, self._reads_since = settled, 0
         text = json.dumps(inventory, separators=(",", ":"))
         return [point("diagnosd_node", {"host": self._machine.host}, {"inventory": text}, now_ns)]
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosd.collectors.ethtool import COUNTERS, SLOW_TICKS, Ethtool, choose
+from diagnosd.collectors.ethtool import COUNTERS, SLOW_S, Ethtool, choose
 from diagnosd.collectors.machine import Machine, captured
 from diagnosd.schema import SCHEMA
 from nics import GDRVINFO, GSSET_INFO, GSTATS, GSTRINGS, Nics, Reader
@@ -102,10 +102,16 @@ def test_a_name_with_a_blank_behind_it_and_one_of_all_32_bytes_are_read() -> Non
 def test_fast_counters_come_with_every_read_and_slow_ones_with_the_first_and_each_tenth(nics: Nics) -> None:
     nics.add("eth0", MLX5)
     with Reader(nics) as reader:
-        reads = [reader.read(NOW + tick).fields("eth0") for tick in range(1 + 2 * SLOW_TICKS)]
+        reads = [reader.read(NOW + tick).fields("eth0") for tick in range(1 + 2 * SLOW_S)]
     assert reads[0] == FAST | SLOW
     assert sum(read == FAST | SLOW for read in reads[1:]) == 2
-    assert sum(read == FAST for read in reads[1:]) == 2 * SLOW_TICKS - 2
+    assert sum(read == FAST for read in reads[1:]) == 2 * SLOW_S - 2
+
+
+def test_a_collector_that_may_read_once_in_ten_seconds_reads_all_each_time(nics: Nics) -> None:
+    nics.add("eth0", MLX5)
+    with Reader(nics) as reader:
+        assert [reader.read(NOW + read * 10**10).fields("eth0") for read in range(3)] == [FAST | SLOW] * 3
 
 
 def test_points_carry_interface_driver_and_the_time_given(nics: Nics) -> None:
@@ -123,7 +129,7 @@ def test_the_slow_turns_of_interfaces_are_spread_over_the_ticks(nics: Nics) -> N
         reader.read(NOW)
         turns = [
             sum("rx_out_of_buffer" in point.fields for point in reader.read(NOW + tick).points)
-            for tick in range(1, 1 + SLOW_TICKS)
+            for tick in range(1, 1 + SLOW_S)
         ]
     assert sorted(turns) == [0, 0, *[1] * 8]
 

@@ -85,6 +85,12 @@ def test_data_and_congestion_are_read_every_second_the_rest_every_ten_each_port_
     assert {device for devices in slow for device in devices} == {f"mlx5_{number}" for number in range(8)}
 
 
+def test_a_collector_that_may_read_once_in_ten_seconds_reads_all_each_time(tmp_path: Path) -> None:
+    collector = Infiniband(machine(hcas(tmp_path, 2)))
+    points = [each for read in range(3) for each in collector.read(NOW + read * 10 * SECOND)]
+    assert ["symbol_error" in each.fields for each in points] == [True] * 6
+
+
 def test_counters_ext_of_old_kernels_are_read_too(tmp_path: Path) -> None:
     write(port(hcas(tmp_path, 1)) / "counters_ext", {"port_xmit_data_64": 2**40})
     assert fields(Infiniband(machine(tmp_path)).read(NOW))["port_xmit_data_64"] == 2**40

@@ -600,6 +600,11 @@ def test_the_inventory_is_told_at_first_when_it_changes_and_every_minute(tmp_pat
     assert reads.read(NOW)
 
 
+def test_a_collector_that_may_read_once_a_minute_tells_the_inventory_each_time(tmp_path: Path) -> None:
+    reads = node(write(tmp_path, {"proc/sys/kernel/osrelease": "6.8.0"}))
+    assert [len(reads.read(NOW + minute * 60 * 10**9)) for minute in range(3)] == [1, 1, 1]
+
+
 def test_a_nic_that_is_plugged_in_is_there_at_the_next_read(tmp_path: Path) -> None:
     hca(tmp_path, 0)
     reads = node(tmp_path)

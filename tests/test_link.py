@@ -95,6 +95,12 @@ def test_state_is_told_at_first_every_minute_and_when_it_changes(tmp_path: Path)
     assert event.fields["text"] == "mlx5_3 port 1 is INIT"
 
 
+def test_a_collector_that_may_read_once_a_minute_tells_the_state_each_time(tmp_path: Path) -> None:
+    """Where a sick device makes reads dear: a reader of the points holds a state for 90 s."""
+    collector = Link(machine(hcas(tmp_path, 2)))
+    assert [len(collector.read(NOW + minute * 60 * SECOND)) for minute in range(3)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("said", "gbps", "width", "speed"),
     [

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.kernel import first_line
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.nvml.every import Every
 from diagnosd.collectors.nvml.gpu import Gpu, Identity
 from diagnosd.collectors.nvml.sheet import MISMATCH, NOT_LOADED, DownError, LostError, said, unsupported
 from diagnosd.point import Point, point

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
-from diagnosd.collectors.nvml.every import Every
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.nvml.fabric import fabric
 from diagnosd.collectors.nvml.fields import FACTS, FAST, MAX_LINKS, SLOW, SMI, WIDE, WRAPPING
 from diagnosd.collectors.nvml.gpm import Activity

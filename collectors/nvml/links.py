@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from diagnosd.collectors.nvml.every import Every
+from diagnosd.collectors.every import Every
 from diagnosd.collectors.nvml.fields import LINK_ERRORS, LINK_UP, MEGA, REMOTE_SWITCH, of_link, remote_of
 from diagnosd.collectors.nvml.sheet import Sheet
 from diagnosd.point import Point, Series
