@@ -207,6 +207,32 @@ def test_what_is_unreadable_now_is_counted_and_tried_again(tmp_path: Path) -> No
     assert (missing, file.errors, file.read()) == (None, 1, "2")
 
 
+def test_a_file_is_read_again_through_the_descriptor_that_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "rate").write_text("100\n")
+    file = KernelFile(tmp_path / "rate")
+    file.read()
+    (tmp_path / "rate").rename(tmp_path / "elsewhere")
+    assert file.read() == "100\n"
+
+
+def test_a_file_longer_than_a_page_is_read_whole_each_time(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text("x" * 10_000)
+    file = KernelFile(tmp_path / "long")
+    for _ in range(2):
+        assert file.read() == "x" * 10_000
+
+
+def test_a_file_that_was_replaced_is_opened_again_and_one_that_is_gone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rate").write_text("100\n")
+    file = KernelFile(tmp_path / "rate")
+    assert file.raw() == b"100\n"
+    (tmp_path / "new").write_text("200\n")
+    (tmp_path / "new").replace(tmp_path / "rate")
+    assert (file.raw(), file.gone) == (b"200\n", False)
+    (tmp_path / "rate").unlink()
+    assert (file.raw(), file.gone, file.errors) == (None, True, 1)
+
+
 @pytest.mark.parametrize("make", COLLECTORS, ids=lambda make: make.name)
 def test_a_collector_reads_this_machine_and_keeps_the_contract(make: type[Net]) -> None:
     collector = make(Machine("n01"))

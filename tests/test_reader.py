@@ -16,9 +16,8 @@ import pytest
 
 from diagnosd import child, yields
 from diagnosd.child import Patience
-from diagnosd.collectors.kernel import KernelFile
 from diagnosd.devices import MOST_BYTES, Devices
-from diagnosd.pace import BUDGET, LONGEST, Batch, Paced
+from diagnosd.pace import Batch, Paced
 from diagnosd.point import Point, decode
 from diagnosd.reader import DUTY, Reader
 from hca import hcas
@@ -216,12 +215,6 @@ def test_a_device_is_busy_with_us_for_a_twentieth_of_the_time_at_most(takes: flo
         reads.read(time.time_ns())
     assert apart <= reads.every <= apart + 1
     assert takes / max(reads.every, 1) <= DUTY
-
-
-def test_no_device_is_put_off_beyond_what_a_reader_holds_its_state() -> None:
-    reads = Paced(Plain("nvml"), DUTY)
-    reads.apart = 1e4
-    assert (reads.every, BUDGET) == (LONGEST, 0.01)
 
 
 def test_a_reader_whose_stdout_is_closed_ends_quietly(node: Node) -> None:
@@ -626,31 +619,3 @@ def test_one_round_of_the_devices_is_had_in_time(tmp_path: Path) -> None:
     points, missing = child.once("n01", ["mlx5_*"], tmp_path / "probe.sock", PATIENCE_S)
     assert any(each.series.measurement == "diagnosd_node" for each in points)
     assert all(isinstance(each, str) for each in missing)
-
-
-def test_a_file_is_read_again_through_the_descriptor_that_stays_open(tmp_path: Path) -> None:
-    file = KernelFile(Path("/proc/self/stat"))
-    first = file.read()
-    fd = file._fd
-    assert first
-    assert file.read() != first or file._fd == fd
-    assert str(Path(f"/proc/self/fd/{fd}").readlink()).endswith("/stat")
-    file.close()
-
-
-def test_a_file_longer_than_a_page_is_read_whole_each_time(tmp_path: Path) -> None:
-    (tmp_path / "long").write_text("x" * 10_000)
-    file = KernelFile(tmp_path / "long")
-    for _ in range(2):
-        assert file.read() == "x" * 10_000
-
-
-def test_a_file_that_was_replaced_is_opened_again_and_one_that_is_gone_says_so(tmp_path: Path) -> None:
-    (tmp_path / "rate").write_text("100\n")
-    file = KernelFile(tmp_path / "rate")
-    assert file.raw() == b"100\n"
-    (tmp_path / "new").write_text("200\n")
-    (tmp_path / "new").replace(tmp_path / "rate")
-    assert (file.raw(), file.gone) == (b"200\n", False)
-    (tmp_path / "rate").unlink()
-    assert (file.raw(), file.gone, file.errors) == (None, True, 1)
