@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterable
@@ -42,16 +43,25 @@ def begin(socket: Path, seconds: float) -> str:
     until = time.time() + seconds
     file = socket.absolute().parent / FILE
     try:
-        fd, name = tempfile.mkstemp(prefix=f".{FILE}-", dir=file.parent)
+        _write(file, datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds") + "\n")
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error.strerror}; --socket PATH is the agent's") from error
-    with os.fdopen(fd, "w") as text:
-        os.fchmod(fd, 0o644)
-        text.write(datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds") + "\n")
-    Path(name).replace(file)
     time.sleep(SEEN_S)
     there = "" if socket.exists() else f"; no agent is there now ({socket}), one that starts will wait"
     return f"every device is left alone until {clock(until)}, or until diagnosd yield --end: {file}{there}"
+
+
+def _write(file: Path, text: str) -> None:
+    """At once: nobody reads half of it."""
+    fd, name = tempfile.mkstemp(prefix=f".{FILE}-", dir=file.parent)
+    try:
+        with os.fdopen(fd, "w") as fresh:
+            os.fchmod(fd, 0o644)
+            fresh.write(text)
+        Path(name).replace(file)
+    except OSError:
+        Path(name).unlink()
+        raise
 
 
 def end(socket: Path) -> str:
@@ -73,12 +83,13 @@ def until(files: Iterable[Path], now: float) -> float:
 
 
 def _until(file: Path, now: float) -> float:
+    """In /tmp anybody may write, a link to what others own, too."""
     try:
-        about = file.stat()
+        about = file.lstat()
     except OSError:
         return 0.0
     written = about.st_mtime
-    if about.st_uid not in (0, os.geteuid()) or written > now + LONGEST_S:  # in /tmp anybody may write
+    if not stat.S_ISREG(about.st_mode) or about.st_uid not in (0, os.geteuid()) or written > now + LONGEST_S:
         return 0.0
     said = _said(file)
     ends = min(written + UNSAID_S if said is None else said, written + LONGEST_S)
@@ -87,7 +98,7 @@ def _until(file: Path, now: float) -> float:
 
 def _said(file: Path) -> float | None:
     with suppress(OSError, ValueError, OverflowError):
-        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             said = datetime.fromisoformat(os.read(fd, 64).decode().strip())
         finally:
