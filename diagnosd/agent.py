@@ -23,7 +23,7 @@ from diagnosd.devices import Devices
 from diagnosd.documents import ClusterSpec, DocumentError, cluster_from_toml
 from diagnosd.journal import log_calmly
 from diagnosd.lane import Lane
-from diagnosd.pace import Batch, resident_bytes
+from diagnosd.pace import SELF_EVERY, Batch, gap, resident_bytes
 from diagnosd.point import Point, Series, encode, point
 from diagnosd.sinks import STOP_S, Feeder, Recorder, Ring, Sink, recording_of
 
@@ -35,7 +35,6 @@ TICK_S = 1.0
 # A point that comes later than the analysis's lateness of 3 s is not counted; a read of /proc takes under 1 ms.
 DEADLINE_S = 2.0
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SELF_EVERY = 10  # ticks between two points about each collector, and two events that tell of one kind of loss
 
 
 class Agent:
@@ -100,7 +99,7 @@ class Agent:
         lane.abandoned, lane.paced.up = True, False
         text = f"{lane.paced.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
         log.warning(text)
-        return [self._gap(text, None, now_ns)]
+        return [gap(self._host, text, now_ns)]
 
     def _losses(self, now_ns: int) -> list[Point]:
         """An event for each kind of loss that has grown.
@@ -110,16 +109,12 @@ class Agent:
         lost = [self._ring.dropped, self._feeder.lost]
         texts = "points were dropped: more came than was taken", "points could not be recorded or analyzed"
         events = [
-            self._gap(f"{now} {text}", float(now), now_ns + number)
+            gap(self._host, f"{now} {text}", now_ns + number, float(now))
             for number, (now, before, text) in enumerate(zip(lost, self._told, texts, strict=True))
             if now > before
         ]
         self._told = lost
         return events
-
-    def _gap(self, text: str, value: float | None, now_ns: int) -> Point:
-        tags = {"host": self._host, "kind": "telemetry_gap", "subject": f"host:{self._host}"}
-        return point("diagnosd_event", tags, {"text": text, "value": value}, now_ns)
 
     def _heartbeat(self, now_ns: int, *, each: bool) -> list[Point]:
         collectors = [lane.collector for lane in self._lanes]

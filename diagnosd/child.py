@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 import diagnosd
+from diagnosd.collectors.kernel import is_counter
 from diagnosd.command import signal_name
+from diagnosd.journal import plain
 from diagnosd.pace import Batch
 from diagnosd.point import Decoder, Point
 
@@ -104,12 +106,12 @@ class Child:
 
     def _heed(self, comment: str) -> None:
         match comment.split(" ", 3):
-            case ["#", "begin", name, milliseconds] if milliseconds.isdecimal():
-                self.reads, self.may_take = name, int(milliseconds) / 1e3
+            case ["#", "begin", name, milliseconds] if is_counter(milliseconds):
+                self.reads, self.may_take = plain(name), int(milliseconds) / 1e3
             case ["#", "end", _]:
                 self.reads = ""
             case ["#", "missing", *words]:
-                self.missing.append(" ".join(words))
+                self.missing.append(plain(" ".join(words)))
             case ["#", "done"]:
                 self.asked = False
 
@@ -124,12 +126,12 @@ class Child:
     def overdue(self, patience: Patience) -> bool:
         return self.waits and self.waited > self.limit(patience)
 
-    def complaints(self) -> list[str]:
-        """Lines on its stderr, and what a library printed on its stdout."""
+    def complaints(self) -> bytes:
+        """What is on its stderr, and what a library printed on its stdout."""
         said = self.stderr.read(PIPE_BYTES)
         if said == b"" and self.stderr in self.open:
             self.open.remove(self.stderr)
-        return (said or b"").decode("utf-8", "replace").splitlines()
+        return said or b""
 
     def leave(self) -> None:
         """It is asked for nothing more, and ends when it can."""
@@ -170,14 +172,16 @@ def once(
 
 
 def _round(child: Child, seconds: float) -> list[Point]:
-    """Then it is told to end, and not waited for."""
+    """Then it is told to end, and not waited for. A library may print more than a pipe holds: that is passed over."""
     child.ask()
     until = time.monotonic() + seconds
-    poll = select.poll()
-    poll.register(child.stdout, select.POLLIN)
     points: list[Point] = []
-    while child.asked and not child.ended and poll.poll(max(0.0, until - time.monotonic()) * 1e3):
-        points += child.take().points
+    while child.asked and not child.ended and (left := until - time.monotonic()) > 0:
+        ready = select.select(child.open, [], [], left)[0]
+        if child.stderr in ready:
+            child.complaints()
+        if child.stdout in ready:
+            points += child.take().points
     child.leave()
     child.terminate()
     child.status(GRACE_S)

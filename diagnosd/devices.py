@@ -13,16 +13,16 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from diagnosd.child import Child, Patience
-from diagnosd.pace import Batch
+from diagnosd.journal import plain
+from diagnosd.pace import SELF_EVERY, Batch, gap
 from diagnosd.point import encode, point
 
 log = logging.getLogger("diagnosd.devices")
 
-SELF_EVERY = 10  # ticks between two points about what is not read
 SLICE_S = 0.25  # of waiting: a pause of our own (a stopped process, a sleeping machine) counts as two at most
 GATHER_S = 0.02  # what a round of reads prints within some milliseconds is taken at once
 ABANDONED = 2  # at once: more processes that hang would only hold more of the device
@@ -30,6 +30,7 @@ MOST_BYTES = 4 << 20  # of a child in a tick: what floods us waits in its pipe
 END_S = 1.25  # for what it still has to say, and as long for its end: within the agent's five seconds
 LINES, LINES_PER_S = 10, 3600.0  # of the children's stderr in our log
 BY_SOMEBODY = ("SIGKILL", "SIGTERM", "exited with 0")  # ends that say nothing about the device that was read
+OFTEN = 3  # times in the same read, they do: a library has called exit(), or takes more memory than there is
 
 
 class Off(NamedTuple):
@@ -65,7 +66,7 @@ class Devices:
         self._deaths: Counter[str] = Counter()  # by their kind
         self._told: set[str] = set()  # what is told once
         self._told_at = 0  # ns: the last event's time
-        self._taken = 0  # bytes, in this tick
+        self._taken = self._heard = 0  # bytes of a child's stdout and stderr, in this tick
         self._lines = LINES  # of a child's stderr that may still be logged
         self._lines_at = time.monotonic()
         self._last_line = ""
@@ -98,7 +99,7 @@ class Devices:
 
     def _tick(self, number: int, now: float) -> None:
         self._bury(now)
-        self._taken = 0
+        self._taken = self._heard = 0
         child = self._child
         if child is None:
             if now >= self._start_at:
@@ -149,7 +150,7 @@ class Devices:
         waits = child is not None and child.waits and not full
         if child:
             for file in child.open:
-                if not (full and file is child.stdout):
+                if (self._taken if file is child.stdout else self._heard) < MOST_BYTES:
                     poll.register(file, select.POLLIN)
         before = time.monotonic()
         ready = {fd for fd, _ in poll.poll(1e3 * max(0.0, min(patience, SLICE_S) if waits else patience))}
@@ -193,7 +194,8 @@ class Devices:
             wait = self._put_off(child.reads)
             self._tell(f"{said} and is left alone; the other devices are read on, and it again in {wait:g} s")
         else:
-            self._tell(f"{said} and is left alone; another one is started")
+            self._wait_longer(0.0)
+            self._tell_once("silent", f"{said} and is left alone; another one is started")
 
     def _leave_alone(self, child: Child) -> None:
         self._child = None
@@ -222,19 +224,22 @@ class Devices:
     def _died(self, status: str, lived: float, reading: str) -> None:
         """Told when the next one starts, and once of each kind: where all of us are told to end it is no news.
 
-        Of one that somebody killed, what it read is not to blame.
+        Of one that somebody killed, what it read is not to blame, unless that happens OFTEN.
         """
-        now = time.monotonic()
-        if lived > self._patience.again_longest:
-            self._again = self._patience.again
-        self._start_at = now + self._again
-        self._again = min(2 * self._again, self._patience.again_longest)
+        self._wait_longer(lived)
         kind = status + (f" while it read {reading}" if reading else "")
-        if reading and not status.endswith(BY_SOMEBODY):
-            self._put_off(reading)
         self._deaths[kind] += 1
+        if reading and (self._deaths[kind] >= OFTEN or not status.endswith(BY_SOMEBODY)):
+            self._put_off(reading)
         last = f" ({self._last_line})" if self._last_line else ""
         self._news = kind, f"the process that reads the devices {kind}{last}: it is started again"
+
+    def _wait_longer(self, lived: float) -> None:
+        """Until the next one is started."""
+        if lived > self._patience.again_longest:
+            self._again = self._patience.again
+        self._start_at = time.monotonic() + self._again
+        self._again = min(2 * self._again, self._patience.again_longest)
 
     def _tell_what_is_off(self) -> None:
         now_ns = time.time_ns()
@@ -256,17 +261,18 @@ class Devices:
     def _tell(self, text: str) -> None:
         log.warning(text)
         self._told_at = max(time.time_ns(), self._told_at + 1)  # two events at one time would be one
-        tags = {"host": self._host, "kind": "telemetry_gap", "subject": f"host:{self._host}"}
-        points = [point("diagnosd_event", tags, {"text": text}, self._told_at)]
+        points = [gap(self._host, text, self._told_at)]
         self._put(Batch(points, encode(points)))
 
-    def _log(self, lines: Iterable[str]) -> None:
+    def _log(self, said: bytes) -> None:
         """The first lines of an hour; the rest is not worth a disk."""
         now = time.monotonic()
+        self._heard += len(said)
         if now > self._lines_at + LINES_PER_S:
             self._lines, self._lines_at = LINES, now
-        for line in lines:
-            self._last_line = line
+        lines = said.splitlines()
+        for raw in lines if self._lines >= 0 else lines[-1:]:
+            line = self._last_line = plain(raw.decode("utf-8", "replace"))
             self._lines -= 1
             if self._lines >= 0:
                 log.warning("devices: %s", line.removeprefix("diagnosd: "))

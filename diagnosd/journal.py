@@ -21,6 +21,12 @@ def said(error: Exception) -> str:
     return str(error)
 
 
+def plain(text: str, most: int = 300) -> str:
+    """What somebody else printed, as one short line that does nothing to a terminal."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
 def own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """What nobody foresaw, in a line that says where."""
     if issubclass(kind, KeyboardInterrupt):

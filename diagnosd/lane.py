@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 
 from diagnosd.collectors import Collector
@@ -52,16 +51,15 @@ class Lane:
 
     def _serve(self) -> None:
         self._read()
-        if missing := getattr(self.collector, "missing", None):
-            log.info(missing)
+        if self.paced.missing:
+            log.info(self.paced.missing)
         while True:
             self._read()
 
     def _read(self) -> None:
         now_ns = self._requests.get()
         if self._ending:
-            with suppress(Exception):  # it is the kernel's in a moment
-                getattr(self.collector, "close", lambda: None)()
+            self.paced.close()
         batch = self.paced.read(now_ns)
         if batch.points:
             self._put(batch)

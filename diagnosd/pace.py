@@ -19,6 +19,7 @@ log = logging.getLogger("diagnosd.pace")
 # hundred. A read of /proc takes under 1 ms; one that takes 50 comes every 5 s. At the longest every minute: a reader
 # holds a state for 90 s (telemetry.md 1).
 BUDGET, LONGEST = 0.01, 60
+SELF_EVERY = 10  # seconds between two points about each collector
 
 
 class Batch(NamedTuple):
@@ -52,6 +53,16 @@ class Paced:
     @property
     def errors(self) -> int:
         return self._failures + self.collector.errors
+
+    @property
+    def missing(self) -> str | None:
+        """After the first read: what is not here, and which path was tried."""
+        return getattr(self.collector, "missing", None)
+
+    def close(self) -> None:
+        """Has it let go of what it has open."""
+        with suppress(Exception):  # it is the kernel's in a moment
+            getattr(self.collector, "close", lambda: None)()
 
     def read(self, now_ns: int) -> Batch:
         """What can be said of it now; of a read that fails nothing, counted."""
@@ -104,6 +115,12 @@ def _sayable(points: list[Point]) -> Batch:
             lines.append(encode([each]))
             kept.append(each)
     return Batch(kept, b"".join(lines))
+
+
+def gap(host: str, text: str, now_ns: int, value: float | None = None) -> Point:
+    """The event of what is not known of a host; `value` counts what was lost."""
+    tags = {"host": host, "kind": "telemetry_gap", "subject": f"host:{host}"}
+    return point("diagnosd_event", tags, {"text": text, "value": value}, now_ns)
 
 
 def resident_bytes() -> int | None:

@@ -24,7 +24,7 @@ from diagnosd import yields
 from diagnosd.collectors import COLLECTORS, Collector, hardware
 from diagnosd.collectors.machine import Machine, captured
 from diagnosd.journal import log_calmly, own_mistake
-from diagnosd.pace import Paced, resident_bytes
+from diagnosd.pace import SELF_EVERY, Paced, gap, resident_bytes
 from diagnosd.point import Point, Series, encode, point
 
 TICK_S = 1.0
@@ -33,13 +33,13 @@ DEADLINE_S, FIRST_DEADLINE_S = 1.5, 20.0
 # The share of the time in which a device may be busy with us. Between reads of 50 ms lies a second, and ten between
 # those of half a second: GPUs that are asked too often have hung (conditions.md A29).
 DUTY = 0.05
-SELF_EVERY_S = 10.0
 RENEW_S, RENEW_LONGEST_S = 60.0, 3600.0  # between two renewals because something was stale: doubled each time
 RENEWED = "DIAGNOSD_RENEWED"  # in our own environment: how often that was
 FILES = 65536  # that we may open: an HCA's counters are some dozen files a port, and each stays open
 # After stdin was closed: for the round that is under way, and then for the call that hangs (a process that is killed
 # while it asks a GPU has frozen it).
 LEAVE_S, LAST_S = 1.0, 60.0
+STDOUT = "stdout"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -86,8 +86,7 @@ class Reader:
 
     def close(self) -> None:
         for each in self._collectors:
-            with suppress(Exception):  # it is the kernel's in a moment
-                getattr(each.collector, "close", lambda: None)()
+            each.close()
 
     def _now(self) -> float:
         """Seconds: a round is one, also where they come faster, and takes its time where they come more slowly."""
@@ -106,15 +105,15 @@ class Reader:
             self._write(said + f"# begin {each.name} {deadline * 1e3:.0f}\n".encode())
             said = each.read(time.time_ns()).lines + f"# end {each.name}\n".encode()
             self._due[each.name] = now + each.every - TICK_S / 2  # rounds come a little early or late
-            if first and (missing := _missing(each.collector)):
-                said += f"# missing {missing}\n".encode()
+            if first and each.missing:
+                said += f"# missing {each.missing}\n".encode()
         return said
 
     def _heartbeats(self) -> bytes:
         now, now_ns = self._now(), time.time_ns()
         if now < self._self_due:
             return b""
-        self._self_due = now + SELF_EVERY_S - TICK_S / 2
+        self._self_due = now + SELF_EVERY - TICK_S / 2
         fields = {"up": 1, "cpu_seconds": time.process_time(), "rss": resident_bytes()}
         ours = point("diagnosd_agent", {"host": self._host, "collector": "reader"}, fields, now_ns)
         known = (each for each in self._collectors if each.name in self._due)
@@ -125,9 +124,8 @@ class Reader:
         if self._made or until == self._told_until:
             return b""
         self._told_until = until
-        tags = {"host": self._host, "kind": "telemetry_gap", "subject": f"host:{self._host}"}
         text = f"devices are left alone until {yields.clock(until)}: diagnosd yield"
-        return encode([point("diagnosd_event", tags, {"text": text}, time.time_ns())])
+        return encode([gap(self._host, text, time.time_ns())])
 
 
 def read(
@@ -151,24 +149,20 @@ def once(host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str],
     until = yields.until(yields.files(socket), time.time()) if machine.live else 0.0
     everyone = [make(machine) for make in COLLECTORS if machine.live] + ([] if until else hardware(machine))
     left_off = frozenset(without)
-    collectors = [collector for collector in everyone if collector.name not in left_off]
+    collectors = [Paced(collector) for collector in everyone if collector.name not in left_off]
     code = 1
     try:
         said = encode(_united(collectors, reads=2 if machine.live else 1))
         with suppress(BrokenPipeError):
             _write(out, said)
-        _tell([*map(_missing, collectors), until and f"devices are left alone until {yields.clock(until)}"])
+        _tell([*(each.missing for each in collectors), until and f"devices are left alone until {yields.clock(until)}"])
         code = 0
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:  # noqa: BLE001 - the interpreter's own end is not waited for
-        own_mistake(type(error), error, error.__traceback__)
+        _complain(error)
     finally:
         os._exit(code)
-
-
-def _missing(collector: Collector) -> str | None:
-    return getattr(collector, "missing", None)
 
 
 def _tell(sentences: Iterable[str | float | None]) -> None:
@@ -176,13 +170,12 @@ def _tell(sentences: Iterable[str | float | None]) -> None:
         print(f"diagnosd: {each}", file=sys.stderr, flush=True)
 
 
-def _united(collectors: Sequence[Collector], reads: int) -> list[Point]:
+def _united(collectors: Sequence[Paced], reads: int) -> list[Point]:
     """The points of so many reads, a second apart: rates need two. The later value of a series wins."""
-    every = [Paced(collector) for collector in collectors]
     united: dict[Series | int, Point] = {}
     for number in range(reads):
         time.sleep(TICK_S if number else 0.0)
-        for each in (each for paced in every for each in paced.read(time.time_ns()).points):
+        for each in (each for paced in collectors for each in paced.read(time.time_ns()).points):
             key = len(united) if each.series.measurement == "diagnosd_event" else each.series
             before = united.get(key)
             united[key] = each._replace(fields={**before.fields, **each.fields}) if before else each
@@ -212,11 +205,19 @@ def serve(
     except (SystemExit, BrokenPipeError):
         code = 0
     except BaseException as error:  # noqa: BLE001 - likewise
-        own_mistake(type(error), error, error.__traceback__)
+        _complain(error)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         reader.close()
         os._exit(code)
+
+
+def _complain(error: BaseException) -> None:
+    """A disk that is full, behind our stdout, is nobody's mistake."""
+    if isinstance(error, OSError) and error.filename == STDOUT:
+        _tell([f"{STDOUT}: {error.strerror}"])
+    else:
+        own_mistake(type(error), error, error.__traceback__)
 
 
 def _rounds(reader: Reader, out: int, *, on_request: bool) -> None:
@@ -272,8 +273,12 @@ def _own_stdout() -> int:
 
 
 def _write(fd: int, said: bytes) -> None:
-    while said:
-        said = said[os.write(fd, said) :]
+    """OSError names where to."""
+    try:
+        while said:
+            said = said[os.write(fd, said) :]
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, STDOUT) from error
 
 
 def main() -> NoReturn:
