@@ -17,13 +17,13 @@ import socket
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from diagnosd.collectors.every import Every
 from diagnosd.collectors.kernel import NOT_SUPPORTED, first_line
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
+from diagnosd.collectors.rdma import network_interfaces
 from diagnosd.point import INT_MAX, Point, Series
 
 # A pattern of the drivers' names -> cadence. The drivers are named where the name is theirs; the list was made from
@@ -196,7 +196,10 @@ class Ethtool:
             return []
         self._tick += 1
         if self._look_due.is_due(now_ns, self._tick):
-            self._look()
+            try:
+                self._look()
+            except OSError:  # no descriptor left, or the like: nobody knows who is there
+                self.errors += 1
         points = []
         for name, nic in list(self._nics.items()):
             if nic.supported and self._tick >= nic.rests_until and (made := self._read(name, nic, now_ns)):
@@ -205,11 +208,10 @@ class Ethtool:
 
     def _look(self) -> None:
         """Interfaces come, go and are renamed. What is excluded, virtual or inside of containers is never asked."""
-        rdma = self._rdma() if self._machine.exclude else {}
         found: dict[str, Nic] = {}
-        for name in sorted(filter(watched, _entries(self._folder))):
-            device = _link(self._folder / name / "device")
-            if device is None or self._machine.excludes(name, Path(device).name, *rdma.get(device, ())):
+        for name, folder in network_interfaces(self._machine).items():
+            device = _link(f"{folder}/device")
+            if device is None or not watched(name):
                 continue
             nic = self._nics.get(name)
             if nic is None or nic.device != device:
@@ -218,14 +220,6 @@ class Ethtool:
             if len(found) == NICS:
                 break
         self._nics = found
-
-    def _rdma(self) -> dict[str, list[str]]:
-        """Names of RDMA devices by what is behind them: who excludes mlx5_0 excludes its interface."""
-        folder = self._machine.sys / "class/infiniband"
-        names: dict[str, list[str]] = {}
-        for name in _entries(folder):
-            names.setdefault(_link(folder / name / "device") or "", []).append(name)
-        return names
 
     def _new(self, name: str, device: str, early: int) -> Nic:
         nic = Nic(device, _IFREQ.pack(os.fsencode(name), self._address), Every(SLOW_S, early))
@@ -305,16 +299,9 @@ class Ethtool:
             nic.rests_until = self._tick + REST_TICKS
 
 
-def _entries(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return []
-
-
-def _link(path: Path) -> str | None:
+def _link(path: str) -> str | None:
     """What a `device` link says, such as ../../../0000:19:00.0; None where nothing is behind."""
     try:
-        return str(path.readlink())
+        return os.readlink(path)  # noqa: PTH115
     except OSError:
         return None

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from diagnosd.collectors.rdma import LINK_UP, guid, lid, numbered, rate
+
 TOOLS = ("ibstat", "ibstatus")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where they are, and an unprivileged user's has neither
 DEADLINE_S = 1.0  # for both: they answer in 20 ms, or wait for a firmware that does not
@@ -33,14 +35,12 @@ PHYS_STATES = {
     "LinkErrorRecovery": 6,
     "PhyTest": 7,
 }
-_LINK_UP = 5
 _NAME = r"'(?P<device>[^'\\\x00-\x1f\x7f]+)'"  # what can be a tag
 _CA = re.compile(f"CA {_NAME}")
 _PORT = re.compile(r"\s+Port (?P<port>\d{1,3}):")
 _STATUS = re.compile(rf"Infiniband device {_NAME} port (?P<port>\d{{1,3}}) status:")
 _LINE = re.compile(r"\s+(?P<key>[A-Za-z][A-Za-z _]*?):\s*(?P<value>.*)")
-_RATE = re.compile(r"(\d{1,6}(?:\.\d)?)(?: Gb/sec \((\d+)X ?(\w*)\))?")
-_NUMBERED = re.compile(r"(\d{1,2}): *(\w[\w ]*)")
+_GBPS = re.compile(r"\d{1,6}(?:\.\d)?")  # all that ibstat tells of a rate
 
 
 class Port(NamedTuple):
@@ -108,48 +108,35 @@ def _blocks(text: str) -> Iterator[tuple[str, int, dict[str, str]]]:
 
 def _port(device: str, port: int, said: dict[str, str]) -> Port:
     state, phys_state = _state(said.get("state", "")), _phys(said.get("physical state") or said.get("phys state", ""))
-    rate = _RATE.fullmatch(said.get("rate", "")) if phys_state and phys_state[0] == _LINK_UP else None
+    is_up = phys_state is not None and phys_state[0] == LINK_UP
+    gbps, width, speed = _rate(said.get("rate", "")) if is_up else (None, None, None)
     return Port(
         device,
         port,
         state,
         phys_state,
-        float(rate[1]) if rate and float(rate[1]) > 0 else None,
-        int(rate[2]) if rate and rate[2] else None,
-        (rate[3] or None) if rate else None,
+        gbps,
+        width,
+        speed,
         said.get("link layer") or None,
-        _lid(said.get("base lid", "")),
-        _lid(said.get("sm lid", "")),
+        lid(said.get("base lid", "")),
+        lid(said.get("sm lid", "")),
         said.get("firmware version") or None,
-        _guid(said.get("node guid", "")),
-        _guid(said.get("port guid", "")) or _gid_guid(said.get("default gid", "")),
+        guid(said.get("node guid", "")),
+        guid(said.get("port guid") or said.get("default gid", "")[20:]),  # the lower half of a GID
     )
 
 
 def _state(word: str) -> tuple[int, str] | None:
-    found = _NUMBERED.fullmatch(word)
-    return (int(found[1]), found[2]) if found else STATES.get(word)
+    return numbered(word) or STATES.get(word)
 
 
 def _phys(word: str) -> tuple[int, str] | None:
-    found = _NUMBERED.fullmatch(word)
-    if found:
-        return int(found[1]), found[2]
-    return (PHYS_STATES[word], word) if word in PHYS_STATES else None
+    return numbered(word) or ((PHYS_STATES[word], word) if word in PHYS_STATES else None)
 
 
-def _lid(word: str) -> int | None:
-    """Decimal in ibstat, hexadecimal in ibstatus; 0 is none yet, or an Ethernet port."""
-    value = int(word, 0) if re.fullmatch(r"0x[0-9a-f]{1,4}|[1-9]\d{0,4}|0", word) else 0
-    return value or None
-
-
-def _guid(word: str) -> str | None:
-    return word if re.fullmatch(r"0x[0-9a-f]{16}", word) and word.strip("0x") else None
-
-
-def _gid_guid(gid: str) -> str | None:
-    return _guid("0x" + "".join(gid.split(":")[4:]))
+def _rate(text: str) -> tuple[float | None, int | None, str | None]:
+    return rate(f"{text} Gb/sec" if _GBPS.fullmatch(text) else text) or (None, None, None)
 
 
 class Ibstat:

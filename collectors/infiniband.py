@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 
 from diagnosd.collectors.every import Every
+from diagnosd.collectors.kernel import names
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.rdma import ATTEMPTS, REST_S, Attribute, Tally, devices, names
+from diagnosd.collectors.rdma import ATTEMPTS, REST_S, Attribute, Tally, devices
 from diagnosd.point import Point, Series, Value, point
 
 SLOW_S = 10

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from diagnosd.collectors.every import Every
 from diagnosd.collectors.ibstat import Ibstat
+from diagnosd.collectors.kernel import line_of, names
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.rdma import (
     ACTIVE,
@@ -19,10 +20,8 @@ from diagnosd.collectors.rdma import (
     interface_of,
     members,
     missing,
-    names,
     numbered,
     rate,
-    text,
 )
 from diagnosd.point import Point, Series, Value, point
 
@@ -187,7 +186,7 @@ class _Port:
         speed = rate(words.decode("ascii", "replace")) if words else None
         if speed:
             self._rate.worked()
-        mtu = text(f"{self._interface.folder}/mtu") if self._interface.folder else ""
+        mtu = line_of(f"{self._interface.folder}/mtu") if self._interface.folder else ""
         return {
             "phys_state": phys_state and phys_state[0],
             "rate": round(speed.gbps * 1e9) if speed else None,

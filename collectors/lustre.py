@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from diagnosd.collectors.kernel import KernelFile, counter, is_counter
+from diagnosd.collectors.kernel import KernelFile, counter, is_counter, names
 from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, Series, Value
 
@@ -72,7 +71,7 @@ class Lustre:
     def _look(self) -> None:
         """The first of the folders that has any: nothing, where no Lustre is."""
         for folder in self._folders:
-            found = _entries(folder)
+            found = [name for name in names(folder) if _sayable(name)]
             if found:
                 break
         gone = [name for name in self._files if name not in found]
@@ -82,16 +81,12 @@ class Lustre:
                 self._files[name] = KernelFile(folder / name / "stats")
 
 
-def _entries(folder: Path) -> list[str]:
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []
-    return [name for name in names if name.isascii() and name.isprintable() and not name.endswith("\\")]
+def _sayable(name: str) -> bool:
+    return name.isascii() and name.isprintable() and not name.endswith("\\")
 
 
-def _short(names: Iterable[str]) -> list[str]:
+def _short(folders: Iterable[str]) -> list[str]:
     """A folder is called NAME-INSTANCE, an address that is another after each mount: it is told only to tell two."""
-    whole = list(names)
+    whole = list(folders)
     short = [name.rpartition("-")[0] or name for name in whole]
     return [each if short.count(each) == 1 else name for each, name in zip(short, whole, strict=True)]

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diagnosd.collectors.every import Every
-from diagnosd.collectors.kernel import first_line, text_of
+from diagnosd.collectors.kernel import first_line, line_of, text_of
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.net import watched
-from diagnosd.collectors.pci import Function, Pci, address, affinity, as_nvml, driver, names
-from diagnosd.collectors.rdma import Nics
+from diagnosd.collectors.nics import Nics
+from diagnosd.collectors.pci import Function, Pci, address, affinity, as_nvml, driver
+from diagnosd.collectors.rdma import network_interfaces
 from diagnosd.collectors.software import software
 from diagnosd.documents import Gpu, Nic, Software
 from diagnosd.point import Point, point
@@ -86,13 +87,16 @@ class Node:
         self._told = ""
         self._told_due = Every(REPEAT_S)
         self._seconds = 0  # by the number of reads
-        self._known_ports: list[dict[str, Any]] = []
         self._online: str | None = None
         self._cores: dict[str, int] | None = None
 
     def read(self, now_ns: int) -> list[Point]:
         """The inventory: at first, when it has changed, and every REPEAT_S."""
-        inventory = self.inventory()
+        try:
+            inventory = self.inventory()
+        except OSError:  # no descriptor left, or the like: nobody knows what is there
+            self.errors += 1
+            return []
         settled = json.dumps({**inventory, "gpus": [_settled(gpu) for gpu in inventory.get("gpus", ())]})
         if settled != self._told:
             self._told, self._told_due = settled, Every(REPEAT_S)
@@ -103,7 +107,7 @@ class Node:
         return [point("diagnosd_node", {"host": self._machine.host}, {"inventory": text}, now_ns)]
 
     def inventory(self) -> dict[str, Any]:
-        """A NodeInventory of the contract; what is unknown is missing."""
+        """A NodeInventory of the contract; what is unknown is missing. OSError where nobody can say what is there."""
         told = self._nvml()
         self._pci.refresh()
         gpus, nics = self._gpus(told), self._nics()
@@ -154,16 +158,12 @@ class Node:
 
     def _nics(self) -> list[Placed]:
         """A port of an RDMA device each, with its network interface, then the interfaces that belong to none."""
-        try:
-            addresses = dict(self._ipv4()) if self._machine.live else {}
-        except OSError:
-            self.errors += 1
-            addresses = {}
+        addresses = dict(self._ipv4()) if self._machine.live else {}
         for interface, each in self._ipv6():
             addresses.setdefault(interface, []).append(each)
         interfaces = self._interfaces()
         placed = []
-        for port in self._ports():
+        for port in self._rdma.read():
             own = interfaces.pop(port.get("netdev", ""), None)
             of_netdev = self._nic(port["netdev"], own, addresses) if own else {}
             place = self._pci.function(self._machine.sys / "class/infiniband" / port["device"] / "device")
@@ -175,45 +175,17 @@ class Node:
         ]
         return [self._with_link(each) for each in placed]
 
-    def _ports(self) -> list[dict[str, Any]]:
-        """As they were the last time where nobody can say now which devices there are."""
-        try:
-            self._known_ports = self._rdma.read()
-        except OSError:
-            self.errors += 1
-        return self._known_ports
-
     def _interfaces(self) -> dict[str, Path]:
-        """Their folders. A captured tree may have them at their functions alone."""
-        folder, devices = self._machine.sys / "class/net", self._pci.devices
-        found = {name: folder / name for name in names(folder)}
-        if not found and not self._machine.live:
-            found = {
-                name: devices / each / "net" / name for each in names(devices) for name in names(devices / each / "net")
-            }
-        shown = {name: path for name, path in found.items() if watched(name) and name.isprintable() and path.is_dir()}
-        return self._not_excluded(shown) if self._machine.exclude else shown
-
-    def _not_excluded(self, interfaces: Mapping[str, Path]) -> dict[str, Path]:
-        """By their own name, their function's address, or the name of the RDMA device that it has: of links alone."""
-        devices = self._machine.sys / "class/infiniband"
-        owners: dict[str | None, list[str]] = {}
-        for name in names(devices):
-            owners.setdefault(self._pci.where(devices / name / "device"), []).append(name)
-        kept = {}
-        for name, folder in interfaces.items():
-            where = self._pci.where(folder / "device")
-            if not self._machine.excludes(name, where, *(owners.get(where, ()) if where else ())):
-                kept[name] = folder
-        return kept
+        found = {name: Path(folder) for name, folder in network_interfaces(self._machine).items()}
+        return {name: path for name, path in found.items() if watched(name) and name.isprintable() and path.is_dir()}
 
     def _nic(self, interface: str, folder: Path, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
         return {
             "netdev": interface,
-            "link_layer": LINK_LAYERS.get(first_line(folder / "type") or ""),
-            "state": STATES.get(first_line(folder / "operstate") or ""),
+            "link_layer": LINK_LAYERS.get(line_of(folder / "type")),
+            "state": STATES.get(line_of(folder / "operstate")),
             "rate_gbps": self._rate(folder),
-            "mtu": _whole(first_line(folder / "mtu")),
+            "mtu": _whole(line_of(folder / "mtu")),
             "driver": driver(folder / "device"),
             "addresses": addresses.get(interface),
         }
@@ -221,7 +193,7 @@ class Node:
     @staticmethod
     def _rate(folder: Path) -> float | None:
         """Gbit/s of the link while it is up. What has no device behind it invents one: a veth says 10000, always."""
-        speed = _whole(first_line(folder / "speed")) if (folder / "device").exists() else None
+        speed = _whole(line_of(folder / "speed")) if (folder / "device").exists() else None
         return speed / 1000 if speed else None  # a port that is down: -1
 
     def _ipv6(self) -> list[tuple[str, str]]:
@@ -261,7 +233,7 @@ class Node:
 
     def _memory(self) -> int | None:
         """Bytes: MemTotal is the first line of /proc/meminfo, in KiB."""
-        found = _MEMORY.match(first_line(self._machine.proc / "meminfo") or "")
+        found = _MEMORY.match(line_of(self._machine.proc / "meminfo"))
         return 1024 * int(found[1]) if found else None
 
 
@@ -322,5 +294,5 @@ def _only(kind: type[Gpu | Nic | Software], facts: Mapping[str, Any]) -> dict[st
     return {key: facts[key] for key in kind.__struct_fields__ if facts.get(key) is not None}
 
 
-def _whole(text: str | None) -> int | None:
-    return int(text) if text and _WHOLE.fullmatch(text) else None
+def _whole(text: str) -> int | None:
+    return int(text) if _WHOLE.fullmatch(text) else None

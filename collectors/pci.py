@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from diagnosd.collectors.kernel import first_line, text_of
+from diagnosd.collectors.kernel import first_line, line_of, names, text_of
 from diagnosd.collectors.machine import Machine
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
@@ -76,6 +76,26 @@ def address(text: str | None) -> str | None:
 def as_nvml(address: str) -> str:
     """0000:18:00.0 as NVML writes it, and the contract's inventory for GPUs."""
     return address.zfill(16).upper()
+
+
+def where(device: str | Path) -> str | None:
+    """The address of the function that a folder or a link of /sys leads to; nothing of it is opened."""
+    parts = reversed(os.path.realpath(device).split("/"))
+    return next((part for part in parts if _ADDRESS.fullmatch(part)), None)
+
+
+def nvidia_gpus(machine: Machine) -> list[str]:
+    """The addresses of NVIDIA's GPUs that its driver has, or none; NVML may not know them all.
+
+    What another driver has is not opened: it may be a NIC that is to be left alone, by a name of that driver's.
+    """
+    devices = machine.sys / "bus/pci/devices"
+    shown = (at for at in names(devices) if not machine.excludes(at, as_nvml(at)))
+    return [at for at in shown if driver(devices / at) in ("nvidia", None) and _is_gpu(devices / at)]
+
+
+def _is_gpu(folder: Path) -> bool:
+    return line_of(folder / "vendor") == _NVIDIA and line_of(folder / "class").startswith(_DISPLAYS)
 
 
 def generation(text: str | None) -> int | None:
@@ -152,16 +172,9 @@ class Pci:
             self._functions[way] = self._found(Path(os.path.realpath(device)))
         return self._functions[way]
 
-    def where(self, device: Path) -> str | None:
-        """The address of what a `device` of /sys leads to, of which nothing is opened."""
-        for part in reversed(os.path.realpath(device).split("/")):
-            if _ADDRESS.fullmatch(part):
-                return part
-        return None
-
-    def at(self, where: str | None) -> Function | None:
+    def at(self, text: str | None) -> Function | None:
         """The function at an address, though the tree may not tell where that is."""
-        known = address(where)
+        known = address(text)
         return None if known is None else self.function(self.devices / known) or Function(known, (known,))
 
     def _found(self, real: Path) -> Function | None:
@@ -179,29 +192,15 @@ class Pci:
         return Function(own, (own,), self._numa(real), real) if own else None
 
     def _numa(self, folder: Path) -> int | None:
-        node = first_line(folder / "numa_node") or ""
+        node = line_of(folder / "numa_node")
         return int(node) if _NUMBER.fullmatch(node) else self._only_node
 
     def gpus(self) -> list[Function]:
-        """NVIDIA's, as PCI lists them: those that its driver has, or none, though NVML may not know them.
-
-        What another driver has is not opened: it may be a NIC that is to be left alone, by a name of that driver's.
-        """
+        """NVIDIA's, as PCI lists them."""
         if self._gpus is None:
-            shown = (name for name in self._listed if not self._machine.excludes(name, as_nvml(name)))
-            free = (name for name in shown if driver(self.devices / name) in ("nvidia", None))
-            found = (self.function(self.devices / name) for name in free)
-            self._gpus = [each for each in found if each and self._is_gpu(each)]
+            found = (self.function(self.devices / at) for at in nvidia_gpus(self._machine))
+            self._gpus = [each for each in found if each]
         return self._gpus
-
-    @staticmethod
-    def _is_gpu(function: Function) -> bool:
-        folder = function.folder
-        return (
-            folder is not None
-            and first_line(folder / "vendor") == _NVIDIA
-            and (first_line(folder / "class") or "").startswith(_DISPLAYS)
-        )
 
     def physical(self, function: Function) -> Function:
         """The physical function of a virtual one, whose link registers are all zero; else itself."""
@@ -270,14 +269,6 @@ class Pci:
         if types == {"identity"}:
             return "pt"
         return "pt" if not types and {"iommu=pt", "iommu.passthrough=1"} & set(cmdline.split()) else None
-
-
-def names(folder: Path) -> list[str]:
-    """What a folder holds, sorted; nothing where it is absent or refused."""
-    try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - the names alone, of hundreds
-    except OSError:
-        return []
 
 
 def driver(folder: Path | None) -> str | None:

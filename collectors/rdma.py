@@ -1,19 +1,18 @@
-"""RDMA devices as sysfs shows them: /sys/class/infiniband/DEVICE/ports/N, and what the inventory tells of each port.
+"""RDMA devices as sysfs shows them, /sys/class/infiniband/DEVICE/ports/N, and the network interfaces of their ports.
 
 A device that is excluded is not opened, nor listed: names, PCI address and network interface come from links outside.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from diagnosd.collectors.ibstat import Ibstat
-from diagnosd.collectors.kernel import NOT_SUPPORTED
+from diagnosd.collectors.kernel import GONE, line_of, names
 from diagnosd.collectors.machine import Machine
+from diagnosd.collectors.pci import where
 from diagnosd.point import Series
 
 ACTIVE, LINK_UP = 4, 5  # enum ib_port_state and enum ib_port_phys_state of <rdma/ib_verbs.h>
@@ -21,12 +20,9 @@ ACTIVE, LINK_UP = 4, 5  # enum ib_port_state and enum ib_port_phys_state of <rdm
 ATTEMPTS = 3
 REST_S = 3600  # at most; then it is tried once more
 
-_GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR})
 _NUMBERED = re.compile(r"(\d+): *(.*)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec(?: \((\d+)X ?(\w*)\))?")
 _GUID = re.compile(r"(?:0x)?([0-9a-f]{4}:?[0-9a-f]{4}:?[0-9a-f]{4}:?[0-9a-f]{4})")
-_PCI = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_GIDS_UNUSED = 16  # entries in a row: the table has up to 256, filled from its start, with holes where one was deleted
 
 
 class Tally:
@@ -67,7 +63,7 @@ class Attribute:
             text = os.pread(self._descriptor, 128, 0).rstrip()
         except OSError as error:
             self._tally.errors += 1
-            self._tally.gone |= self._worked and error.errno in _GONE
+            self._tally.gone |= self._worked and error.errno in GONE
             self.close()
             self.failed()
             return None
@@ -106,7 +102,8 @@ class Device(NamedTuple):
     name: str
     folder: str
     ports: tuple[int, ...]
-    pci: str | None  # address of the function it belongs to, or of the nearest one above
+    function: str  # the folder of the function it belongs to
+    pci: str | None  # its address, or that of the nearest one above
     interfaces: Mapping[str, str]  # folder by name: those of the same function, in our network namespace
 
 
@@ -118,30 +115,6 @@ class Interface(NamedTuple):
     elsewhere: bool = False
 
 
-def text(path: str) -> str:
-    """The first line of a small file; "" where it is absent, refused or empty."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    try:
-        return os.read(descriptor, 4096).decode("utf-8", "replace").partition("\n")[0].strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
-
-
-def names(folder: str) -> list[str]:
-    """What a folder holds, sorted; nothing where it is absent or refused. OSError where it cannot be read now."""
-    try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - names, without a Path object each
-    except OSError as error:
-        if error.errno in _GONE or error.errno in NOT_SUPPORTED:
-            return []
-        raise
-
-
 def devices(machine: Machine) -> list[Device]:
     """The devices that are there and not excluded. A captured tree without classes has them at their functions."""
     found = dict(_folders(machine, "infiniband"))
@@ -149,10 +122,26 @@ def devices(machine: Machine) -> list[Device]:
     kept = []
     for name, folder in found.items():
         function = _function(folder)
-        address, own = _address(function), interfaces.get(function, {})
+        address, own = where(function), interfaces.get(function, {})
         if _sayable(name) and not machine.excludes(name, address, *own):
             ports = tuple(sorted(int(port) for port in names(f"{folder}/ports") if port.isdecimal()))
-            kept.append(Device(name, folder, ports, address, own))
+            kept.append(Device(name, folder, ports, function, address, own))
+    return kept
+
+
+def network_interfaces(machine: Machine) -> dict[str, str]:
+    """The folder of each network interface that is not excluded; one without a device behind it is in it too.
+
+    Whoever excludes an RDMA device excludes the interface of the same function. Links are followed, nothing is opened.
+    """
+    owners: dict[str | None, list[str]] = {}
+    for name, folder in _folders(machine, "infiniband") if machine.exclude else ():
+        owners.setdefault(where(_function(folder)), []).append(name)
+    kept = {}
+    for name, folder in _folders(machine, "net"):
+        address = where(f"{folder}/device") if machine.exclude else None
+        if not machine.excludes(name, address, *(owners.get(address, ()) if address else ())):
+            kept[name] = folder
     return kept
 
 
@@ -190,11 +179,6 @@ def _function(folder: str) -> str:
     return os.path.realpath(linked if os.path.islink(linked) else f"{folder}/../..")  # noqa: PTH114
 
 
-def _address(function: str) -> str | None:
-    addresses = [part for part in function.split("/") if _PCI.fullmatch(part)]
-    return addresses[-1] if addresses else None
-
-
 def interface_of(machine: Machine, device: Device, port: int) -> Interface:
     """The network interface of a port.
 
@@ -203,14 +187,14 @@ def interface_of(machine: Machine, device: Device, port: int) -> Interface:
     """
     net, base = f"{machine.sys}/class/net", f"{device.folder}/ports/{port}"
     seen = os.path.isdir(net)  # noqa: PTH112
-    if named := text(f"{base}/gid_attrs/ndevs/0"):
+    if named := line_of(f"{base}/gid_attrs/ndevs/0"):
         folder = device.interfaces.get(named, f"{net}/{named}")
         return Interface(named, folder) if os.path.isdir(folder) else Interface(named, None, seen)  # noqa: PTH112
-    own = {name for name, at in device.interfaces.items() if text(f"{at}/dev_port") in ("", str(port - 1))}
+    own = {name for name, at in device.interfaces.items() if line_of(f"{at}/dev_port") in ("", str(port - 1))}
     if own:
         name = min(own, key=lambda name: ("." in name, name))  # not ib0.8001
         return _bond(net, device, Interface(name, device.interfaces[name]))
-    hidden = text(f"{base}/link_layer") == "Ethernet" and device.pci is not None and seen
+    hidden = line_of(f"{base}/link_layer") == "Ethernet" and device.pci is not None and seen
     return Interface(None, None, hidden)
 
 
@@ -225,12 +209,12 @@ def _bond(net: str, device: Device, interface: Interface) -> Interface:
 
 def members(machine: Machine, interface: Interface) -> dict[str, bool]:
     """The members of a bond, and whether each carries; empty for what is none."""
-    bonded = text(f"{interface.folder}/bonding/slaves").split() if interface.folder else []
+    bonded = line_of(f"{interface.folder}/bonding/slaves").split() if interface.folder else []
     return {name: _carries(f"{machine.sys}/class/net/{name}") for name in bonded}
 
 
 def _carries(member: str) -> bool:
-    return (text(f"{member}/bonding_slave/mii_status") or text(f"{member}/operstate")) == "up"
+    return (line_of(f"{member}/bonding_slave/mii_status") or line_of(f"{member}/operstate")) == "up"
 
 
 def numbered(text: str) -> tuple[int, str] | None:
@@ -260,9 +244,9 @@ def guid(text: str) -> str | None:
     return f"0x{digits}" if digits.strip("0") else None
 
 
-def _lid(text: str) -> int | None:
-    """Unicast LIDs; 0 is none yet, or an Ethernet port."""
-    value = int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,4}", text) else 0
+def lid(text: str) -> int | None:
+    """Unicast LIDs, hexadecimal here and decimal in ibstat; 0 is none yet, or an Ethernet port."""
+    value = int(text, 0) if re.fullmatch(r"0x[0-9a-f]{1,4}|[1-9][0-9]{0,4}", text) else 0
     return value if 0 < value < 0xC000 else None
 
 
@@ -272,83 +256,3 @@ def missing(machine: Machine) -> str:
     if not os.path.isdir(folder):  # noqa: PTH112
         return f"no RDMA device here ({folder} is not there)"
     return f"no RDMA device here ({folder} {'has none that is not excluded' if names(folder) else 'is empty'})"
-
-
-class Nics:
-    """The ports of all RDMA devices as the contract's inventory has them."""
-
-    def __init__(self, machine: Machine, ibstat: Ibstat | None = None) -> None:
-        self.missing: str | None = None  # why there are none: what was looked for, and where
-        self._machine = machine
-        self._ibstat = ibstat or (Ibstat() if machine.live else None)
-
-    def read(self) -> list[dict[str, Any]]:
-        """One a port; what is unknown is missing. From ibstat where sysfs shows no device, as in some containers.
-
-        OSError where nobody can say now which devices there are.
-        """
-        found = devices(self._machine)
-        self.missing = None if found else missing(self._machine)
-        if found or not self._ibstat or names(f"{self._machine.sys}/class/infiniband"):
-            return [_nic(self._machine, device, port) for device in found for port in device.ports]
-        told = self._ibstat.read()
-        self.missing = self._ibstat.said or None if told else f"{self.missing}, {self._ibstat.said}"
-        return [each.nic() for each in told if not self._machine.excludes(each.device)]
-
-
-def _nic(machine: Machine, device: Device, port: int) -> dict[str, Any]:
-    base = f"{device.folder}/ports/{port}"
-    state, phys_state = numbered(text(f"{base}/state")), numbered(text(f"{base}/phys_state"))
-    link_layer, firmware = text(f"{base}/link_layer"), text(f"{device.folder}/fw_ver")
-    speed = rate(text(f"{base}/rate")) if phys_state and phys_state[0] == LINK_UP else None
-    interface = interface_of(machine, device, port)
-    mtu = text(f"{interface.folder}/mtu") if interface.folder else ""
-    known = {
-        "device": device.name,
-        "port": port,
-        "netdev": interface.name,
-        "link_layer": link_layer or None,
-        "state": state and state[1],
-        "phys_state": phys_state and phys_state[1],
-        "rate_gbps": speed and speed.gbps,
-        "width": speed and speed.width,
-        "speed": speed and speed.speed,
-        "mtu": int(mtu) if mtu.isdecimal() else None,
-        "firmware": firmware if firmware[:1].isdecimal() else None,
-        "node_guid": guid(text(f"{device.folder}/node_guid")),
-        "port_guid": guid(text(f"{base}/gids/0")[20:]),  # the lower half of a GID
-        "lid": _lid(text(f"{base}/lid")),
-        "sm_lid": _lid(text(f"{base}/sm_lid")),
-        "gids": _gids(base) if link_layer == "Ethernet" else None,
-        "netns": "other" if interface.elsewhere else None,
-        "members": [
-            {"netdev": name, "state": "ACTIVE" if up else "DOWN"} for name, up in members(machine, interface).items()
-        ],
-        **_of_function(device),
-    }
-    return {key: value for key, value in known.items() if value not in (None, [])}
-
-
-def _of_function(device: Device) -> dict[str, Any]:
-    function = _function(device.folder)
-    driver, physical = os.path.realpath(f"{function}/driver"), os.path.realpath(f"{function}/physfn")
-    numa = text(f"{function}/numa_node")
-    return {
-        "pci": device.pci,
-        "numa": int(numa) if numa.isdecimal() else None,  # -1 where the firmware does not say
-        "driver": os.path.basename(driver) if os.path.isdir(driver) else None,  # noqa: PTH112, PTH119
-        "physfn": _address(physical) if os.path.isdir(physical) else None,  # noqa: PTH112
-    }
-
-
-def _gids(base: str) -> list[dict[str, Any]]:
-    """The entries in use of a RoCE port's GID table: NCCL is told the index of one, and a flap can move it."""
-    found, unused = [], 0
-    for index in range(256):
-        kind = text(f"{base}/gid_attrs/types/{index}")
-        unused = 0 if kind else unused + 1
-        if unused == _GIDS_UNUSED:
-            break
-        if kind:
-            found.append({"index": index, "type": kind})
-    return found

@@ -201,7 +201,7 @@ sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event in ope
 from diagnosd.collectors.infiniband import Infiniband
 from diagnosd.collectors.link import Link
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.rdma import Nics
+from diagnosd.collectors.nics import Nics
 root, *exclude = sys.argv[1:]
 machine = Machine("n01", sys=Path(root), exclude=tuple(exclude))
 collectors, nics = (Infiniband(machine), Link(machine)), Nics(machine)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from diagnosd.collectors.ibstat import DEADLINE_S, Ibstat, Port, parse
 from diagnosd.collectors.link import CLOSE_S, REPEAT_S, Link
 from diagnosd.collectors.machine import Machine
-from diagnosd.collectors.rdma import Nics, numbered, rate
+from diagnosd.collectors.nics import Nics
+from diagnosd.collectors.rdma import numbered, rate
 from diagnosd.documents import decode_node
 from diagnosd.point import Point, Series, Value, encode
 from diagnosd.schema import SCHEMA
@@ -357,7 +358,7 @@ def test_the_inventory_of_a_port(tmp_path: Path) -> None:
     assert nics[4] == {
         "device": "mlx5_4", "port": 1, "netdev": "ib4", "link_layer": "InfiniBand", "state": "ACTIVE",
         "phys_state": "LinkUp", "rate_gbps": 400.0, "width": 4, "speed": "NDR", "mtu": 4092, "pci": "0000:14:00.0",
-        "numa": 1, "firmware": "28.39.1002", "driver": "mlx5_core", "node_guid": "0x946dae0300cd0004",
+        "firmware": "28.39.1002", "driver": "mlx5_core", "node_guid": "0x946dae0300cd0004",
         "port_guid": "0x946dae0300cd0004", "lid": 79, "sm_lid": 334,
     }  # fmt: skip
     inventory = decode_node(json.dumps({"nics": nics}))

@@ -6,6 +6,7 @@ The numbers A01 to A41 are conditions met in the field: GPUs that go, drivers th
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -108,7 +109,6 @@ def pci_tree(sys: Path, *indexes: int, driver: str | None = "nvidia", domain: st
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{kind}\n")
-        (folder / "numa_node").write_text("1\n")
         if driver and pci in pcis:
             (sys / "bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
             (folder / "driver").symlink_to(sys / "bus/pci/drivers" / driver)
@@ -638,6 +638,40 @@ def test_an_excluded_gpu_is_left_alone(node: Make, tmp_path: Path, pattern: str)
     assert asked <= (known if pattern.startswith("GPU") else set())
 
 
+def test_where_every_gpu_is_excluded_none_is_touched(node: Make, tmp_path: Path) -> None:
+    pci_tree(tmp_path / "sys", 0, 1)
+    n01 = node("H100", "H100", exclude=("0000:*",))
+    assert n01.reads(3) == []
+    assert "handle" not in n01.gpus.trace.read_text()
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from diagnosd.collectors.machine import Machine
+from diagnosd.collectors.nvml import Nvml
+nvml = Nvml(Machine("n01", sys=Path(sys.argv[1]), exclude=("mlx5_1", "0000:20:00.0")))
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+assert nvml.read(1_700_000_000_000_000_000)
+print(*opened, sep="\\n")
+"""
+
+
+def test_on_the_bus_nothing_is_opened_of_another_driver_s_device_nor_of_an_excluded_gpu(
+    built: Path, tmp_path: Path
+) -> None:  # A46
+    """A NIC is excluded by a name that only its driver knows: so no NIC is opened to see whether it is a GPU."""
+    pci_tree(tmp_path / "sys", 0, 1)
+    (nic,) = pci_tree(tmp_path / "sys", 2, driver="mlx5_core")
+    gpus = Gpus(tmp_path, "H100", "H100", built=built)
+    line = [sys.executable, "-c", OPENS, str(tmp_path / "sys")]
+    done = subprocess.run(line, env={**os.environ, **gpus.environment}, check=True, capture_output=True, text=True)
+    assert "/0000:18:00.0/vendor" in done.stdout
+    assert nic not in done.stdout
+    assert "0000:20:00.0" not in done.stdout
+
+
 # ---- links, cadence and inventory ----
 
 
@@ -733,7 +767,7 @@ def test_the_inventory_says_what_the_contract_has_for_a_gpu(node: Make, tmp_path
     n01.read()
     assert n01.nvml.inventory() == {
         "gpus": [
-            {"index": 0, "uuid": uuid(0), "name": "NVIDIA H100 80GB HBM3", "pci": "00000000:18:00.0", "numa": 1,
+            {"index": 0, "uuid": uuid(0), "name": "NVIDIA H100 80GB HBM3", "pci": "00000000:18:00.0",
              "nvlinks": 18, "nvlinks_active": 18, "nvlink_gbytes_per_s": 26.562, "nvlink_to": {"switch": 18},
              "pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 16, "pcie_width_max": 16, "pcie_busy": True,
              "power_limit_w": 700.0, "power_limit_default_w": 700.0, "mig": False,

@@ -18,12 +18,12 @@ from diagnosd.collectors.kernel import first_line
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.nvml.gpu import Gpu, Identity
 from diagnosd.collectors.nvml.sheet import MISMATCH, NOT_LOADED, DownError, LostError, said, unsupported
+from diagnosd.collectors.pci import address, as_nvml, driver, nvidia_gpus
 from diagnosd.point import Point, point
 
 LIBRARY = "libnvidia-ml.so.1"
 TRY_S, LOOK_S = 60, 60
 MOST = 256  # GPUs: no machine has more, whatever a driver says
-VENDOR, DISPLAY = "0x10de", "0x03"  # NVIDIA; PCI class of display and 3D controllers
 
 NO_LIBRARY, NO_PERMISSION = 12, 4
 
@@ -45,7 +45,7 @@ class Nvml:
         self._gpus: dict[str, Gpu] = {}  # by uuid
         self._lost: set[str] = set()
         self._before: list[Identity] = []  # GPUs that the driver showed before it went
-        self._pci: list[str] = []  # addresses, in sysfs's spelling, of NVIDIA's GPUs on the PCI bus
+        self._pci: list[str] = []  # addresses, in sysfs's spelling, of NVIDIA's GPUs on the PCI bus, but excluded ones
         self._shown: set[str] = set()  # of those that NVML has shown
         self._unanswered: set[str] = set()  # and of those that it does not: told
         self._partly = False  # this process may not see every GPU of the machine
@@ -107,7 +107,7 @@ class Nvml:
         self._worked, self._told_mismatch, self.stale, self.missing = True, False, False, None
         self._software = self._versions(nvml)
         self._look_due = Every(LOOK_S)
-        self._pci = _pci_gpus(self._machine.sys)
+        self._pci = nvidia_gpus(self._machine)
 
     def _versions(self, nvml: ModuleType) -> dict[str, Any]:
         versions: dict[str, Any] = {}
@@ -193,9 +193,8 @@ class Nvml:
         nvml = self._nvml
         assert nvml
         ways: list[tuple[Any, object]]
-        if self._machine.exclude and self._pci:
-            wanted = [_as_nvml(pci) for pci in self._pci if not self._machine.excludes(pci, _as_nvml(pci))]
-            ways = [(nvml.nvmlDeviceGetHandleByPciBusId, pci.encode()) for pci in wanted]
+        if self._machine.exclude and (self._machine.sys / "bus/pci/devices").is_dir():
+            ways = [(nvml.nvmlDeviceGetHandleByPciBusId, as_nvml(pci).encode()) for pci in self._pci]
         else:
             ways = [(nvml.nvmlDeviceGetHandleByIndex, number) for number in range(self._counted(nvml))]
         for get, which in ways:
@@ -228,18 +227,14 @@ class Nvml:
         info = self._try(nvml.nvmlDeviceGetPciInfo, handle)
         pci = None if info is None else said(info.busId)
         uuid = said(self._try(nvml.nvmlDeviceGetUUID, handle) or "")
-        if pci:
-            self._shown.add(_as_sysfs(pci))
-        if uuid is None or uuid in self._gpus or self._machine.excludes(uuid, pci, pci and _as_sysfs(pci)):
+        if at := address(pci):
+            self._shown.add(at)
+        if uuid is None or uuid in self._gpus or self._machine.excludes(uuid, pci, at):
             return None
         index = self._try(nvml.nvmlDeviceGetIndex, handle)
         name = said(self._try(nvml.nvmlDeviceGetName, handle) or "")
-        identity = Identity(index or 0, uuid, name or "unknown", pci, self._numa(pci))
+        identity = Identity(index or 0, uuid, name or "unknown", pci)
         return Gpu(nvml, handle, self._machine.host, identity)
-
-    def _numa(self, pci: str | None) -> int | None:
-        node = pci and first_line(self._machine.sys / "bus/pci/devices" / _as_sysfs(pci) / "numa_node")
-        return int(node) if node and node.isdecimal() else None  # -1: the firmware does not say
 
     def _unanswering(self, now_ns: int) -> list[Point]:
         """GPUs that the PCI bus lists and NVML does not: fallen off at boot, perhaps without a word in any log."""
@@ -257,13 +252,11 @@ class Nvml:
 
     def _is_ours(self, pci: str) -> bool:
         """Not given to a virtual machine, and not another container's: the driver's own list leaves out those."""
-        if self._machine.excludes(pci, _as_nvml(pci)):
-            return False
         device = self._machine.sys / "bus/pci/devices" / pci
-        if not (device / "driver").exists():
+        bound = driver(device)
+        if bound is None:
             return device.exists()
-        listed = (self._machine.proc / "driver/nvidia/gpus" / pci).is_dir()
-        return (device / "driver").resolve().name == "nvidia" and listed
+        return bound == "nvidia" and (self._machine.proc / "driver/nvidia/gpus" / pci).is_dir()
 
     def _event(self, kind: str, subject: str, text: str, now_ns: int, code: int | None = None) -> Point:
         tags = {"host": self._machine.host, "kind": kind, "subject": subject}
@@ -277,31 +270,6 @@ def _fitness(fabric: dict[str, Any]) -> tuple[bool, bool, bool]:
         fabric.get("status", "success") == "success",
         fabric.get("health", "healthy") == "healthy",
     )
-
-
-def _as_sysfs(pci: str) -> str:
-    """00000000:3B:00.0 -> 0000:3b:00.0. The domain stays: two GPUs may differ in it alone."""
-    domain, _, rest = pci.lower().partition(":")
-    return f"{domain[-4:] if not domain[:-4].strip('0') else domain}:{rest}"
-
-
-def _as_nvml(pci: str) -> str:
-    domain, _, rest = pci.upper().partition(":")
-    return f"{domain:0>8}:{rest}"
-
-
-def _pci_gpus(sys: Path) -> list[str]:
-    folder = sys / "bus/pci/devices"
-    try:
-        addresses = sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []
-    return [
-        pci
-        for pci in addresses
-        if first_line(folder / pci / "vendor") == VENDOR
-        and (first_line(folder / pci / "class") or "").startswith(DISPLAY)
-    ]
 
 
 def _why_not_loaded() -> str:

@@ -27,7 +27,6 @@ class Identity:
     uuid: str
     name: str
     pci: str | None  # as NVML spells it: 00000000:18:00.0
-    numa: int | None
 
 
 class Gpu:
