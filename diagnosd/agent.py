@@ -21,11 +21,11 @@ from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.steps import Steps
 from diagnosd.devices import Devices
 from diagnosd.documents import ClusterSpec, DocumentError, cluster_from_toml
-from diagnosd.journal import log_calmly
 from diagnosd.lane import Lane
 from diagnosd.pace import SELF_EVERY, Batch, gap, resident_bytes
 from diagnosd.point import Point, Series, encode, point
 from diagnosd.sinks import STOP_S, Feeder, Recorder, Ring, Sink, recording_of
+from diagnosd.wording import log_calmly
 
 log = logging.getLogger("diagnosd.agent")
 

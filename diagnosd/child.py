@@ -16,9 +16,9 @@ from typing import IO, NamedTuple, cast
 import diagnosd
 from diagnosd.collectors.kernel import is_counter
 from diagnosd.command import signal_name
-from diagnosd.journal import plain
 from diagnosd.pace import Batch
 from diagnosd.point import Decoder, Point
+from diagnosd.wording import plain
 
 PIPE_BYTES = 1 << 20  # a round of 16 GPUs and as many ports is about 100 KB
 GRACE_S = 0.5  # for the end of a child that was told to

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from diagnosd import __version__
-from diagnosd.journal import own_mistake, said
+from diagnosd.wording import own_mistake, said
 
 app = typer.Typer(
     help="Say why a distributed training job is slow: which part of the step grew, where, and for which cause.",
@@ -85,6 +85,12 @@ Record = Annotated[
 ]
 
 
+def _folder(path: Path | None) -> Path | None:
+    if path is not None and not path.is_dir():
+        raise typer.BadParameter(f"{path} is no folder")
+    return path
+
+
 def _plain_file(path: Path | None) -> Path | None:
     if path is not None and not path.is_file():
         raise typer.BadParameter(f"{path} is no plain file")
@@ -115,7 +121,7 @@ Exclude = Annotated[
 SysRoot = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", exists=True, file_okay=False, help="Read the tree captured there instead of this machine."
+        metavar="DIR", parser=_path, callback=_folder, help="Read the tree captured there instead of this machine."
     ),
 ]
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from diagnosd.child import Child, Patience
-from diagnosd.journal import plain
 from diagnosd.pace import SELF_EVERY, Batch, gap
 from diagnosd.point import encode, point
+from diagnosd.wording import plain
 
 log = logging.getLogger("diagnosd.devices")
 

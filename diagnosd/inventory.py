@@ -21,6 +21,7 @@ from diagnosd.collectors.machine import Machine, captured
 from diagnosd.collectors.node import Node
 from diagnosd.collectors.pci import address
 from diagnosd.documents import Gpu, Nic, NodeInventory, Software, decode_node, encode
+from diagnosd.wording import printable
 
 WIDTH = 80
 GAP = "  "
@@ -62,7 +63,7 @@ def text(title: str, machine: Machine, seen: Seen) -> str:
     """The table: 80 columns, unless what it has to name is longer."""
     inventory = seen.inventory
     parts = (
-        [_clean(f"{title}: {_summary(inventory)}")],
+        [printable(f"{title}: {_summary(inventory)}")],
         _section("GPUs", _gpus(inventory.gpus or ())),
         _section("Ports", _ports(inventory.nics or ())),
         _section("Nearness, in the words of nvidia-smi topo -m", _matrix(inventory)),
@@ -73,7 +74,7 @@ def text(title: str, machine: Machine, seen: Seen) -> str:
 
 
 def _section(head: str, lines: Iterable[str]) -> list[str]:
-    lines = [f"{GAP}{_clean(line)}".rstrip() for line in lines]
+    lines = [f"{GAP}{printable(line)}".rstrip() for line in lines]
     return [head, *lines] if lines else []
 
 
@@ -110,12 +111,7 @@ def _padded(cell: str, columns: int) -> str:
 
 
 def _columns(cell: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in _clean(cell))
-
-
-def _clean(cell: str) -> str:
-    """Names and versions come from a tree that anybody may have made."""
-    return "".join(character if character.isprintable() else "?" for character in cell)
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in printable(cell))
 
 
 def _gpus(gpus: Sequence[Gpu]) -> Iterator[str]:

@@ -23,9 +23,9 @@ from typing import NoReturn
 from diagnosd import yields
 from diagnosd.collectors import COLLECTORS, Collector, hardware
 from diagnosd.collectors.machine import Machine, captured
-from diagnosd.journal import log_calmly, own_mistake
 from diagnosd.pace import SELF_EVERY, Paced, gap, resident_bytes
 from diagnosd.point import Point, Series, encode, point
+from diagnosd.wording import log_calmly, own_mistake
 
 TICK_S = 1.0
 # The first read may take longer: a driver without persistence mode wakes every GPU up, which takes 1 to 3 s each.
@@ -207,7 +207,8 @@ def serve(
     except BaseException as error:  # noqa: BLE001 - likewise
         _complain(error)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in STOPPING:  # told again, it ends at once
+            signal.signal(number, signal.SIG_DFL)
         reader.close()
         os._exit(code)
 

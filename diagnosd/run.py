@@ -29,13 +29,13 @@ from diagnosd.agent import PROBE, Agent, declaration
 from diagnosd.analysis import Analysis, report
 from diagnosd.analyzer import UNNAMED, Findings, OutputError, conclude, leave_the_row, writing
 from diagnosd.command import COULD_NOT_START, Command, StartError, check, take_signals
-from diagnosd.journal import log_calmly, said
 from diagnosd.liveline import LiveLine, possible
 from diagnosd.pace import Batch
 from diagnosd.point import Point
 from diagnosd.probe.identity import is_off, job_name
 from diagnosd.recording import RecordingError, read
 from diagnosd.sinks import STOP_S, Recorder, Sink, recording_of
+from diagnosd.wording import log_calmly, said
 
 log = logging.getLogger("diagnosd.run")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from diagnosd import __version__
-from diagnosd.journal import said
 from diagnosd.pace import Batch
 from diagnosd.recording import RecordingError, Writer, not_made
+from diagnosd.wording import said
 
 log = logging.getLogger("diagnosd.sinks")
 

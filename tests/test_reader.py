@@ -228,6 +228,24 @@ def test_a_reader_whose_stdout_is_closed_ends_quietly(node: Node) -> None:
     assert process.returncode == 0
 
 
+def test_a_reader_that_is_told_twice_to_end_waits_for_nothing(node: Node) -> None:
+    """Nor for the interpreter's end, which this thread holds up."""
+    stuck = "threading.Thread(target=time.sleep, args=(1000,)).start()"
+    closing = "self.close = lambda: ((folder / 'closing').touch(), time.sleep(1000))"
+    node.does(a=f"import threading; {stuck}; {closing}")
+    process = subprocess.Popen(node.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child.environment(ROOT))
+    assert process.stdin
+    assert process.stdout
+    with process.stdin, process.stdout:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        until(lambda: b"done" in process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        until((node.folder / "closing").exists)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == -signal.SIGINT
+
+
 def test_a_reader_that_nobody_can_ask_ends_quietly(node: Node) -> None:
     argv = ["sh", "-c", 'exec "$0" "$@" <&-', *node.argv]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, env=child.environment(ROOT))
@@ -508,9 +526,9 @@ def test_yield_lets_go_of_nvidias_library_too(tmp_path: Path) -> None:
 def test_a_file_of_the_kernel_that_never_answers_costs_its_collector_only(tmp_path: Path) -> None:
     """A FIFO in a captured tree: to open it waits for ever."""
     root = hcas(tmp_path / "sys", 1)
-    (netdev,) = (root / "class/net").iterdir()
-    (netdev / "mtu").unlink()
-    os.mkfifo(netdev / "mtu")
+    (device,) = root.glob("class/net/*/device")
+    (device / "current_link_speed").unlink()
+    os.mkfifo(device / "current_link_speed")
     node = Node(tmp_path)
     argv = [*child.command("n01"), "--sys-root", str(tmp_path)]
     with Agents("n01", argv, child.environment(tmp_path / "probe.sock"), node.put, BRIEF._replace(most=0.5)):

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diagnosd.collectors.kernellog.lines import plain
 from diagnosd.point import Point, Series, Value
+from diagnosd.wording import plain
 
 SECOND = 1_000_000_000
 REPEAT_S = 60

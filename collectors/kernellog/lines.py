@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from diagnosd.wording import plain
 from diagnosd.xid import XIDS, severity
 
 LINE = 1000  # characters of a line that are looked at
-TEXT = 200  # of a text that is told
 HALF = 4  # lines of the driver within which a message over several lines ends
 
 _PCI = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?"
@@ -66,13 +66,6 @@ class Recogniser:
             if row.needle in line and (found := row.pattern.search(line)):
                 return row.tell(self, row, line, found)
         return None
-
-
-def plain(text: str) -> str:
-    """At most TEXT characters, all of them printable."""
-    if not text.isprintable():
-        text = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    return text if len(text) <= TEXT else text[: TEXT - 3] + "..."
 
 
 def gpu_address(text: str) -> str:

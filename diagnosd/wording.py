@@ -1,4 +1,4 @@
-"""Lines on stderr, for whoever watches or keeps the journal."""
+"""Words for people: lines on stderr, errors as they want to read them, and what others printed made harmless."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import sys
 from pathlib import Path
 from types import TracebackType
+
+SHORT = 300  # a message of the NVIDIA driver with what we know of it fits in
 
 
 def log_calmly(level: int = logging.INFO) -> None:
@@ -21,10 +23,17 @@ def said(error: Exception) -> str:
     return str(error)
 
 
-def plain(text: str, most: int = 300) -> str:
-    """What somebody else printed, as one short line that does nothing to a terminal."""
-    shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])
-    return shown if len(shown) <= most else f"{shown[:most]}..."
+def printable(text: str) -> str:
+    """What somebody else wrote, so that it does nothing to a terminal and is one line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def plain(text: str) -> str:
+    """The same, SHORT characters at most."""
+    text = printable(text[: SHORT + 1])
+    return text if len(text) <= SHORT else text[: SHORT - 3] + "..."
 
 
 def own_mistake(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
