@@ -14,7 +14,7 @@ import time
 from diagnosd.collectors.kernel import NOT_SUPPORTED, KernelFile
 from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.mounts import Mount, mounts, once
-from diagnosd.point import Point, Series, point
+from diagnosd.point import INT_MAX, Point, Series, point
 
 NETWORK = frozenset(
     {
@@ -148,11 +148,17 @@ class Disk:
         return []
 
     def _row(self, mount: Mount, has: os.statvfs_result, now_ns: int) -> list[Point]:
-        """As Telegraf counts: free is what users may take, and the percentage is of what they may have."""
+        """As Telegraf counts: free is what users may take, and the percentage is of what they may have.
+
+        A program behind a FUSE mount may say anything, and a file system that is over its reserve says -1 of 64 bits.
+        """
         used, free = (has.f_blocks - has.f_bfree) * has.f_frsize, has.f_bavail * has.f_frsize
         total = has.f_blocks * has.f_frsize
-        if total <= 0 or used + free <= 0:
+        if total <= 0 or total > INT_MAX or used + free == 0:
             self._refused.add(mount)
+            return []
+        if not 0 <= used <= total or not 0 <= free <= total:
+            self._failed += 1
             return []
         tags = {"path": mount.path, "device": mount.device.removeprefix("/dev/"), "fstype": mount.fstype}
         try:
@@ -160,7 +166,7 @@ class Disk:
         except ValueError:  # line protocol cannot say a path like this one
             self._refused.add(mount)
             return []
-        sizes = {"total": total % 2**63, "free": free % 2**63, "used": used % 2**63}
+        sizes = {"total": total, "free": free, "used": used}
         return [Point(series, {**sizes, "used_percent": 100.0 * used / (used + free)}, now_ns)]
 
     def _event(self, mount: Mount, what: str, now_ns: int) -> list[Point]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diagnosd.collectors.kernel import KernelFile, RollCall, counter
+from diagnosd.collectors.kernel import KernelFile, RollCall, counter, is_counter
 from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
@@ -19,6 +19,10 @@ COLUMNS = (
     (12, "io_time", 1),
 )
 NO_DISKS = ("loop", "ram", "zram")
+
+
+def _counts(columns: list[str]) -> bool:
+    return all(is_counter(columns[column]) for column, _, _ in COLUMNS)
 
 
 class Diskio:
@@ -40,8 +44,9 @@ class Diskio:
         if text is None:
             return []
         whole = self._whole_disks()
-        disks = {columns[2]: columns for columns in (line.split() for line in text.splitlines())}
-        disks = {name: columns for name, columns in disks.items() if self._watched(name, whole)}
+        lines = [line.split() for line in text.splitlines()]
+        disks = {columns[2]: columns for columns in lines if len(columns) > COLUMNS[-1][0]}
+        disks = {name: columns for name, columns in disks.items() if self._watched(name, whole) and _counts(columns)}
         points = [
             point("diskio", {"host": self._host, "name": name}, self._fields(columns), now_ns)
             for name, columns in disks.items()

@@ -20,7 +20,7 @@ class Mount(NamedTuple):
 def mounts(text: str) -> list[Mount]:
     """Of several mounted over each other, the one on top: what a path leads to. A line that is odd is left out."""
     seen: dict[str, Mount] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # of what else may end a line, the kernel writes a name as it is
         where, separator, what = line.partition(" - ")
         columns, source = where.split(" "), what.split(" ")
         if separator and len(columns) >= 5 and len(source) >= 2:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from diagnosd.collectors.kernel import KernelFile, RollCall, counter
+from diagnosd.collectors.kernel import KernelFile, RollCall, counter, is_counter
 from diagnosd.collectors.machine import Machine
-from diagnosd.point import Point, point
+from diagnosd.point import Point, Series, point
 
 # column of /proc/net/dev -> Telegraf's name
 COLUMNS = (
@@ -45,22 +46,21 @@ class Net:
         text = self._dev.read()
         if text is None:
             return []
-        rows = dict(self._rows(text))
-        points = [
-            point("net", {"host": self._host, "interface": interface}, fields, now_ns)
-            for interface, fields in rows.items()
-        ]
-        return points + [self._gone(interface, now_ns) for interface in self._roll.gone(rows)]
+        points = dict(self._points(text, now_ns))
+        return [*points.values(), *(self._gone(interface, now_ns) for interface in self._roll.gone(points))]
 
-    @staticmethod
-    def _rows(text: str) -> list[tuple[str, dict[str, int]]]:
-        rows = []
-        for line in text.splitlines()[2:]:
-            interface, _, counts = line.rpartition(":")  # an alias is called eth0:1
-            columns = counts.split()
-            if watched(interface := interface.strip()):
-                rows.append((interface, {name: counter(columns[column]) for column, name in COLUMNS}))
-        return rows
+    def _points(self, text: str, now_ns: int) -> Iterator[tuple[str, Point]]:
+        """A name may be anything but blanks, slashes and colons: one that cannot be a tag is left out, by itself."""
+        for line in text.split("\n")[2:]:
+            interface, _, counts = line.rpartition(":")
+            interface, columns = interface.strip(" "), counts.split()
+            if not watched(interface) or len(columns) <= COLUMNS[-1][0] or not all(map(is_counter, columns)):
+                continue
+            try:
+                series = Series.of("net", host=self._host, interface=interface)
+            except ValueError:
+                continue
+            yield interface, Point(series, {name: counter(columns[column]) for column, name in COLUMNS}, now_ns)
 
     def _gone(self, interface: str, now_ns: int) -> Point:
         tags = {"host": self._host, "kind": "link_down", "subject": f"nic:{self._host}/{interface}"}

@@ -34,12 +34,12 @@ class Export(NamedTuple):
 def exports(text: str) -> Iterator[Export]:
     """The NFS mounts of a mountstats file. What does not look like one of its lines is passed over."""
     export = None
-    for line in text.splitlines():
+    for line in text.split("\n"):
         words = line.split()
         if line.startswith(("device ", "no device ")):
             if export:
                 yield export
-            export = _export(words)
+            export = _export(line.split(" "))
         elif export and words and words[0].endswith(":") and words[0][:-1] in OPERATIONS:
             columns = words[1:]
             if len(columns) >= COLUMNS and all(map(is_counter, columns)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diagnosd.collectors.kernel import KernelFile, counter
+from diagnosd.collectors.kernel import KernelFile, counter, is_counter
 from diagnosd.collectors.machine import Machine
 from diagnosd.point import Point, point
 
@@ -55,8 +55,8 @@ class Nstat:
         lines = text.splitlines()
         for names, values in zip(lines[::2], lines[1::2], strict=False):
             protocol, _, rest = names.partition(": ")
-            counts = values.partition(": ")[2].split()
+            counts = values.removeprefix(f"{protocol}: ").split()
             for name, count in zip(rest.split(), counts, strict=False):
-                if protocol + name in wanted:
+                if protocol + name in wanted and is_counter(count):
                     fields[protocol + name] = counter(count)
         return fields

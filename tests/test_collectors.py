@@ -70,6 +70,35 @@ def test_net_leaves_out_the_loopback_and_what_joins_containers(tmp_path: Path) -
     assert set(by_tag(points, "interface")) == {"eth0", "ib0.1", "br-ex", "lom0"}
 
 
+def test_an_interface_that_cannot_be_said_or_counted_costs_itself_alone(tmp_path: Path) -> None:
+    """The kernel allows everything in a name but blanks, slashes and colons."""
+    counts = " 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n"
+    odd = (
+        f"   a\\:{counts}  \x01b:{counts}    c:\n  d: -1{counts}  e: 0x1f{counts}  f: {2**70}{counts}  g\x1ch:{counts}"
+    )
+    points = Net(Machine("n01", tree(tmp_path, {"net/dev": f"{NET_DEV}{odd} i,=😀:{counts}eth0\x85:{counts}"}))).read(
+        NOW
+    )
+    assert set(by_tag(points, "interface")) == {"eth0", "ib0.1", "i,=😀", "eth0\x85"}
+    assert by_tag(points, "interface")["eth0"]["bytes_recv"] == 100
+    encode(points)
+
+
+def test_a_disk_whose_line_is_cut_or_below_zero_costs_itself_alone(tmp_path: Path) -> None:
+    odd = "8 0 sda 1 2\n8 16 sdb 1 0 1 1 1 0 1 1 -1 1 1\n\n8\n"
+    points = Diskio(Machine("n01", tree(tmp_path, {"diskstats": odd + DISKSTATS}), tmp_path / "sys")).read(NOW)
+    assert set(by_tag(points, "name")) == {"nvme0n1", "nvme0n1p1"}
+
+
+def test_what_is_no_counter_of_tcp_is_absent(tmp_path: Path) -> None:
+    files = {
+        "net/snmp": "Tcp: RetransSegs OutSegs InSegs InErrs\nTcp: -5 1000 0x1f\n",
+        "net/netstat": "TcpExt: TCPTimeouts\nIpExt: 9\n",
+    }
+    points = by_tag(Nstat(Machine("n01", tree(tmp_path, files))).read(NOW), "name")
+    assert points == {"snmp": {"TcpOutSegs": 1000}}
+
+
 def test_a_counter_beyond_63_bits_is_sent_modulo_2_to_the_63(tmp_path: Path) -> None:
     points = by_tag(Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV}))).read(NOW), "interface")
     assert points["ib0.1"]["bytes_sent"] == 2**63 - 1

@@ -411,6 +411,26 @@ def test_nothing_of_an_excluded_device_is_opened_to_name_it(node: Machine) -> No
     assert places.of(Told("xid", "", 31, "", gpu="0000:9b:00")) == "gpu:n01/PCI:0000:9b:00"
 
 
+PLACE = """
+import sys
+from pathlib import Path
+from diagnosd.collectors.kernellog.lines import Told
+from diagnosd.collectors.kernellog.places import Places
+from diagnosd.collectors.machine import Machine
+places = Places(Machine("n01", sys=Path(sys.argv[1]), exclude=("mlx5_0",)))
+lists = ("open", "os.listdir", "os.scandir")
+sys.addaudithook(lambda event, args: print(args[0], file=sys.stderr) if event in lists else None)
+print(places.of(Told("link_down", "", None, "", netdev="ib0", pci="0000:4b:00.0")))
+"""
+
+
+def test_an_excluded_rdma_device_is_not_listed_to_name_its_port(node: Machine) -> None:  # A46
+    ran = subprocess.run([sys.executable, "-c", PLACE, node.sys], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "nic:n01/ib0\n"
+    assert "4b:00.0/infiniband" in ran.stderr
+    assert "mlx5_0" not in ran.stderr
+
+
 def test_every_xid_of_the_table_has_a_meaning_a_severity_and_a_part() -> None:
     assert {row.severity for row in XIDS.values()} == set(SEVERITIES)
     assert {row.part for row in XIDS.values()} == set(PARTS)

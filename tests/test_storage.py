@@ -20,6 +20,7 @@ from diagnosd.collectors.mounts import Mount, mounts, once
 from diagnosd.collectors.nfs import OPERATIONS, Nfs, exports
 from diagnosd.point import Point, encode
 
+ROOT = Path(__file__).parents[1]
 NOW = 1_700_000_000_000_000_000
 
 # A node with a root, a boot partition, a container's layers, an image, a bind mount, NFS and memory file systems.
@@ -95,7 +96,56 @@ def test_no_line_of_a_mount_breaks_the_parser(words: list[str]) -> None:
     once(mounts(" ".join(words)))
 
 
+def test_what_ends_a_line_elsewhere_is_part_of_a_path_here() -> None:
+    found = mounts("1 0 8:1 / /a\x0cb\u2028c rw - ext4 /dev/sda1 rw\n2 1 8:2 / /d rw - xfs /dev/sdb1 rw\n")
+    assert [mount.path for mount in found] == ["/a\x0cb\u2028c", "/d"]
+
+
 # Disks
+
+
+STATVFS = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/statvfs.h>
+int statvfs(const char *path, struct statvfs *has) {
+    unsigned long blocks, unused, free;
+    sscanf(getenv("SIZES"), "%lu %lu %lu", &blocks, &unused, &free);
+    memset(has, 0, sizeof *has);
+    *has = (struct statvfs){.f_frsize = 4096, .f_blocks = blocks, .f_bfree = unused, .f_bavail = free};
+    return 0;
+}
+int statvfs64(const char *, struct statvfs *) __attribute__((alias("statvfs")));
+"""
+ASK = """
+import json, sys
+from pathlib import Path
+from diagnosd.collectors.disk import Disk
+from diagnosd.collectors.machine import Machine
+disk = Disk(Machine("n01", Path(sys.argv[1])))
+print(json.dumps([point.fields for point in disk.read(10**18)]), disk.errors)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ("100 40 30", '[{"total": 409600, "free": 122880, "used": 245760, "used_percent": 66.66666666666667}] 0'),
+        ("100 140 30", "[] 1"),  # more is free than there is
+        (f"100 40 {2**64 - 1}", "[] 1"),  # over its reserve: -1
+        (f"{2**60} 40 30", "[] 0"),  # as much as you want, says a program that stores elsewhere
+        ("100 100 0", "[] 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_not_told(tmp_path: Path, sizes: str, told: str) -> None:
+    (tmp_path / "odd.c").write_text(STATVFS)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "odd.so", tmp_path / "odd.c"], check=True)
+    with_mounts(tmp_path, "22 1 8:2 / / rw - ext4 /dev/sda2 rw")
+    environ = os.environ | {"LD_PRELOAD": str(tmp_path / "odd.so"), "SIZES": sizes}
+    command = [sys.executable, "-c", ASK, str(tmp_path / "proc")]
+    ran = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == told
 
 
 def test_disk_has_telegrafs_names_tags_and_arithmetic(tmp_path: Path) -> None:
@@ -115,8 +165,8 @@ def test_disk_has_telegrafs_names_tags_and_arithmetic(tmp_path: Path) -> None:
 
 def test_pseudo_file_systems_images_layers_of_containers_and_bind_mounts_have_no_row(tmp_path: Path) -> None:
     paths = {path: tmp_path / path.strip("/").replace("/", "_") for path in ("/boot", "/mnt/bind", "/data\\040sets")}
-    for path in paths.values():
-        path.mkdir()
+    for real in paths.values():
+        real.mkdir()
     text = MOUNTINFO
     for path, real in paths.items():
         text = text.replace(f" {path} ", f" {real} ")

@@ -91,8 +91,10 @@ class Places:
         folder = self._machine.sys / (f"bus/pci/devices/{pci}" if pci else f"class/net/{netdev}/device")
         netdev = netdev or _only(folder / "net")
         device = _only(folder / "infiniband")
+        if self._machine.excludes(device, netdev):
+            device = ""
         port = _only(folder / "infiniband" / device / "ports") if device else ""
-        if port and not self._machine.excludes(device, netdev):
+        if port:
             return f"nic:{self._host}/{device}/{port}"
         return f"nic:{self._host}/{netdev}" if netdev else f"host:{self._host}"
 
