@@ -9,6 +9,7 @@ the next the device had nothing of the job to do on that stream: `device_gap`.
 """
 
 import functools
+import threading
 import time
 from collections import deque
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
@@ -42,6 +43,7 @@ class Device:
         self.active = True  # until it is known that there is nothing to do
         self._torch, self._reporter = torch, reporter
         self._held: Deque[_Held] = deque()
+        self._telling = threading.Lock()  # never waited for: who finds it taken comes again
         self._open: Optional[Tuple[str, Any]] = None
         self._last: Any = None  # event
 
@@ -72,46 +74,60 @@ class Device:
         """The host has enqueued all of one phase and begins another."""
         if self.kind != "cuda":
             return
-        try:
-            event = self.event()
-            if event is not None and self._open is not None and self._open[0] == ended:
-                self.interval(ended, self._open[1], event)
-            self._open = (begun, event) if begun is not None and event is not None else None
-        except Exception as error:
-            self._reporter.fault("CUDA events", error)
+        event = self.event()
+        if event is not None and self._open is not None and self._open[0] == ended:
+            self.interval(ended, self._open[1], event)
+        self._open = (begun, event) if begun is not None and event is not None else None
 
     def event(self) -> Any:
         """One that the stream has yet to reach, None where a graph is captured."""
-        if self._torch.cuda.is_current_stream_capturing():
+        try:
+            if self._torch.cuda.is_current_stream_capturing():
+                return None
+            event = self._torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        except Exception as error:
+            self._reporter.fault("CUDA events", error)
             return None
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def interval(self, phase: str, begin: Any, end: Any) -> None:
         self._reporter.notes.extend((Steps.mark, 0, clock(), ((phase, begin, end),)))
 
+    def copied(self, begin: Any) -> None:
+        """The host has waited for a copy to the device since `begin`, an event: it divides a forward that was open."""
+        end = self.event()
+        if begin is None or end is None:
+            return
+        if self._open is not None:
+            self.interval(self._open[0], self._open[1], begin)
+        self.interval(H2D, begin, end)
+        self._open = (FORWARD, end)
+
     def look(self) -> None:
         """By the training thread: the steps that are over on the device too may be told."""
+        if not self._telling.acquire(blocking=False):
+            return
         try:
             while self._held:
-                oldest = self._held.popleft()
-                over = not oldest.intervals or oldest.intervals[-1][2].query()
-                if not over and len(self._held) < HELD:
-                    self._held.appendleft(oldest)
+                oldest = self._held[0]
+                over = all(end.query() for _, _, end in oldest.intervals)
+                if not over and len(self._held) <= HELD:
                     break
                 self._reporter.points.append(functools.partial(oldest.told, _times(oldest) if over else {}))
+                self._held.popleft()
         except Exception as error:
             self._reporter.fault("CUDA events", error)
+        finally:
+            self._telling.release()
 
     def give_up(self) -> None:
         """By the watching thread, or at exit: the steps of a host that hangs are told without device times."""
-        while self._held:
-            oldest = self._held.popleft()
-            if time.monotonic() - oldest.since < HELD_SECONDS and self._reporter.on:
-                self._held.appendleft(oldest)
-                break
-            self._reporter.points.append(functools.partial(oldest.told, {}))
+        if not self._telling.acquire(blocking=False):
+            return
+        while self._held and not (time.monotonic() - self._held[0].since < HELD_SECONDS and self._reporter.on):
+            self._reporter.points.append(functools.partial(self._held.popleft().told, {}))
+        self._telling.release()
 
     def _hold(self, told: Told, step: Step) -> None:
         """By the watching thread, when a step is over for the host."""
@@ -154,10 +170,10 @@ def _copy(reporter: Reporter, device: Device, compiling: Callable[[], bool], ori
             return original(tensor, *args, **kwargs)
         if kwargs.get("non_blocking") or tensor.numel() * tensor.element_size() < LEAST_COPY:
             return original(tensor, *args, **kwargs)
-        device.passes(None, H2D)
+        begin = device.event()
         result = original(tensor, *args, **kwargs)
         if result.is_cuda:
-            device.passes(H2D, FORWARD)
+            device.copied(begin)
         return result
 
     return copy
