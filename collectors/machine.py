@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,11 @@ class Machine(NamedTuple):
     run: Path = Path("/run")
     live: bool = True  # this one, now: what is asked of the kernel or a library, and not read from a tree, is its too
     exclude: tuple[str, ...] = ()  # patterns (mlx5_*) of what nobody may open: device, interface, PCI address, uuid
+
+    @classmethod
+    def of(cls, host: str, root: Path | None, exclude: Iterable[str]) -> Machine:
+        """The one that was captured there, or this one."""
+        return captured(host, root, tuple(exclude)) if root else cls(host, exclude=tuple(exclude))
 
     def excludes(self, *names: str | None) -> bool:
         """Whether a device that goes by these names is to be left alone; asked before anything of it is opened."""

@@ -97,6 +97,8 @@ class Agent:
         if lane.abandoned or lane.waited() < DEADLINE_S:
             return []
         lane.abandoned, lane.paced.up = True, False
+        if not lane.paced.is_news("late"):
+            return []
         text = f"{lane.paced.name} has not answered for {DEADLINE_S:.0f} s and is left alone until it does"
         log.warning(text)
         return [gap(self._host, text, now_ns)]

@@ -230,9 +230,6 @@ def read(
     ] = False,
     host: Host = "",
     exclude: Exclude = None,
-    without: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Leave this collector off; repeatable.")
-    ] = None,
     sys_root: SysRoot = None,
     socket: Socket = None,
 ) -> None:
@@ -245,8 +242,8 @@ def read(
     from diagnosd import reader  # noqa: PLC0415
 
     if once:
-        reader.once(host, _socket(socket), sys_root, exclude or (), without or ())
-    reader.read(host, _socket(socket), sys_root, exclude or (), without or (), on_request)
+        reader.once(host, _socket(socket), sys_root, exclude or ())
+    reader.read(host, _socket(socket), sys_root, exclude or (), on_request=on_request)
 
 
 @app.command(cls=Verb)

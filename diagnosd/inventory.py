@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from diagnosd.child import once
 from diagnosd.collectors import hardware
-from diagnosd.collectors.machine import Machine, captured
+from diagnosd.collectors.machine import Machine
 from diagnosd.collectors.node import Node
 from diagnosd.collectors.pci import address
 from diagnosd.documents import Gpu, Nic, NodeInventory, Software, decode_node, encode
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 def inventory(host: str, root: Path | None, exclude: Sequence[str], socket: Path, output: str) -> int:
     """Prints it; the exit code."""
-    machine = captured(host, root, tuple(exclude)) if root else Machine(host, exclude=tuple(exclude))
+    machine = Machine.of(host, root, exclude)
     seen = Seen(decode_node(json.dumps(Node(machine).inventory()))) if root else live(machine, socket)
     if output == "json":
         print(encode(seen.inventory).decode())

@@ -20,6 +20,7 @@ log = logging.getLogger("diagnosd.pace")
 # holds a state for 90 s (telemetry.md 1).
 BUDGET, LONGEST = 0.01, 60
 SELF_EVERY = 10  # seconds between two points about each collector
+AGAIN_S = 3600.0  # between two times that the same is told of one collector: what comes and goes is not worth a disk
 
 
 class Batch(NamedTuple):
@@ -44,6 +45,7 @@ class Paced:
         self._duty = duty
         self._failures = 0
         self._last_apart = 0.0
+        self._told: dict[str, float] = {}  # when, monotonic
 
     @property
     def every(self) -> int:
@@ -53,6 +55,14 @@ class Paced:
     @property
     def errors(self) -> int:
         return self._failures + self.collector.errors
+
+    def is_news(self, what: str) -> bool:
+        """Whether this was not told in the last AGAIN_S; it counts as told then."""
+        now = time.monotonic()
+        if now - self._told.get(what, -math.inf) < AGAIN_S:
+            return False
+        self._told[what] = now
+        return True
 
     @property
     def missing(self) -> str | None:
@@ -96,13 +106,13 @@ class Paced:
         before = self.every
         apart = max(cpu / BUDGET, self.seconds / self._duty)
         self.apart, self._last_apart = min(apart, self._last_apart), apart
-        if self.every > before == self.collector.every:
+        if self.every > before == self.collector.every and self.is_news("dear"):
             text = "%s takes %.0f ms a read, %.0f of them of a processor: it is read less often, now every %d s"
             log.warning(text, self.name, self.seconds * 1e3, cpu * 1e3, self.every)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
-        if self.up:
+        if self.up and self.is_news("fails"):
             log.warning("%s cannot be read now: %s: %s", self.name, type(error).__name__, error)
         self.up = False
 

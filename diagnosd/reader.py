@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from diagnosd import yields
 from diagnosd.collectors import COLLECTORS, Collector, hardware
-from diagnosd.collectors.machine import Machine, captured
+from diagnosd.collectors.machine import Machine
 from diagnosd.pace import SELF_EVERY, Paced, gap, resident_bytes
 from diagnosd.point import Point, Series, encode, point
 from diagnosd.wording import log_calmly, own_mistake
@@ -129,10 +129,16 @@ class Reader:
 
 
 def read(
-    host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str], without: Iterable[str], on_request: bool
+    host: str,
+    socket: Path,
+    sys_root: Path | None,
+    exclude: Iterable[str],
+    *,
+    on_request: bool,
+    without: Iterable[str] = (),
 ) -> NoReturn:
-    """A round every second, or for each newline on stdin until that is closed."""
-    machine = _machine(host, sys_root, exclude)
+    """A round every second, or for each newline on stdin until that is closed; `without` collectors of these names."""
+    machine = Machine.of(host, sys_root, exclude)
     left_off = frozenset(without)
 
     def make() -> list[Collector]:
@@ -141,15 +147,14 @@ def read(
     serve(host, make, on_request=on_request, yielding=yields.files(socket) if machine.live else ())
 
 
-def once(host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str], without: Iterable[str]) -> NoReturn:
+def once(host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str]) -> NoReturn:
     """What this node says now, /proc included, and what is not there."""
     log_calmly()
     out = _own_stdout()
-    machine = _machine(host, sys_root, exclude)
+    machine = Machine.of(host, sys_root, exclude)
     until = yields.until(yields.files(socket), time.time()) if machine.live else 0.0
     everyone = [make(machine) for make in COLLECTORS if machine.live] + ([] if until else hardware(machine))
-    left_off = frozenset(without)
-    collectors = [Paced(collector) for collector in everyone if collector.name not in left_off]
+    collectors = [Paced(collector) for collector in everyone]
     code = 1
     try:
         said = encode(_united(collectors, reads=2 if machine.live else 1))
@@ -180,10 +185,6 @@ def _united(collectors: Sequence[Paced], reads: int) -> list[Point]:
             before = united.get(key)
             united[key] = each._replace(fields={**before.fields, **each.fields}) if before else each
     return [*united.values()]
-
-
-def _machine(host: str, sys_root: Path | None, exclude: Iterable[str]) -> Machine:
-    return captured(host, sys_root, tuple(exclude)) if sys_root else Machine(host, exclude=tuple(exclude))
 
 
 def serve(
@@ -290,7 +291,8 @@ def main() -> NoReturn:
     parser.add_argument("--exclude", action="append", default=[])
     parser.add_argument("--without", action="append", default=[])
     given = parser.parse_args()
-    read(given.host, Path(os.environ["DIAGNOSD_SOCKET"]), given.sys_root, given.exclude, given.without, on_request=True)
+    socket = Path(os.environ["DIAGNOSD_SOCKET"])
+    read(given.host, socket, given.sys_root, given.exclude, on_request=True, without=given.without)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,24 @@ def test_a_collector_that_answers_again_is_read_again() -> None:
     assert agent._lanes[0].paced.up
 
 
+def test_what_is_late_or_fails_again_and_again_is_told_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
+    late, failing = Odd("nfs"), Odd("odd")
+    agent = agent_of(late, failing)
+    for tick in range(0, 8, 2):
+        late.answers.clear()
+        failing.broken = OSError("Input/output error") if tick % 4 else None
+        agent._tick(tick)
+        agent._lanes[1].idle(PATIENCE_S)
+        agent._lanes[0]._asked_at -= DEADLINE_S
+        agent._tick(tick + 1)
+        agent._lanes[1].idle(PATIENCE_S)
+        late.answers.set()
+        agent._lanes[0]._idle.wait(PATIENCE_S)
+    assert (late.reads, failing.reads) == (4, 8)
+    assert len(of("diagnosd_event", ring_points(agent))) == 1
+    assert len(caplog.records) == 2
+
+
 def test_a_file_that_is_not_as_it_should_be_costs_its_own_collector_this_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
