@@ -748,6 +748,14 @@ def test_a_folder_that_holds_no_machine_says_where_it_was_looked_for(tmp_path: P
     assert ran("--sys-root", root, "--output", "json") == "{}\n"
 
 
+@pytest.mark.parametrize("verb", ["inventory", "read"])
+def test_a_tree_that_is_not_there_is_refused(tmp_path: Path, verb: str) -> None:
+    """An empty name, of a variable that is not set, would be the folder that we are in."""
+    (tmp_path / "file").touch()
+    for name in ("", str(tmp_path / "none"), str(tmp_path / "file")):
+        assert CliRunner().invoke(app, [verb, "--sys-root", name]).exit_code == 2
+
+
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
     return Gpus(tmp_path_factory.mktemp("nvml"), "H100", "H100")
