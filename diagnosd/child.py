@@ -23,6 +23,7 @@ from diagnosd.wording import plain
 PIPE_BYTES = 1 << 20  # a round of 16 GPUs and as many ports is about 100 KB
 GRACE_S = 0.5  # for the end of a child that was told to
 LINE_BYTES = 4 << 20  # longer than any inventory
+COMPLAINTS = 1000  # bytes of what is on stderr that somebody may want to read
 
 
 class Patience(NamedTuple):
@@ -156,33 +157,38 @@ class Child:
 def once(
     host: str, exclude: Iterable[str], socket: Path, seconds: float, without: Sequence[str] = ()
 ) -> tuple[list[Point], list[str]]:
-    """What the devices say in one round, as far as it comes in time; and sentences about what is not there.
+    """What the devices say in one round, as far as it comes in time; and sentences about what is not there or wrong.
 
     What has not answered in half of the time is left out the next time. OSError where no child can be started.
     """
     until = time.monotonic() + seconds
     silent: list[str] = []
+    words: list[str] = []
     while True:
         left_off = [word for name in (*without, *silent) for word in ("--without", name)]
         child = Child([*command(host, exclude), *left_off], environment(socket))
-        points = _round(child, (until - time.monotonic()) / 2)
+        points, complaints = _round(child, (until - time.monotonic()) / 2)
+        words += complaints
         if not child.reads or time.monotonic() > until:
-            return points, [*child.missing, *(f"{name} did not answer" for name in silent)]
+            return points, [*child.missing, *dict.fromkeys(words)]
         silent.append(child.reads)
+        words.append(f"{child.reads} did not answer")
 
 
-def _round(child: Child, seconds: float) -> list[Point]:
-    """Then it is told to end, and not waited for. A library may print more than a pipe holds: that is passed over."""
+def _round(child: Child, seconds: float) -> tuple[list[Point], list[str]]:
+    """Then it is told to end, and not waited for. A library may print more than a pipe holds: the rest goes."""
     child.ask()
     until = time.monotonic() + seconds
     points: list[Point] = []
+    said = b""
     while child.asked and not child.ended and (left := until - time.monotonic()) > 0:
         ready = select.select(child.open, [], [], left)[0]
         if child.stderr in ready:
-            child.complaints()
+            said = (said + child.complaints())[:COMPLAINTS]
         if child.stdout in ready:
             points += child.take().points
+    said = (said + child.complaints())[:COMPLAINTS]  # of one that has ended
     child.leave()
     child.terminate()
     child.status(GRACE_S)
-    return points
+    return points, [plain(line).removeprefix("diagnosd: ") for line in said.decode("utf-8", "replace").splitlines()]

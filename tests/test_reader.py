@@ -633,6 +633,19 @@ def test_a_library_that_is_stale_is_left_behind_after_a_minute_and_later_ever_mo
     assert later.round()
 
 
+def test_a_library_that_ends_the_process_costs_one_round_its_own_devices_and_its_last_words_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '__attribute__((constructor)) static void end(void) { fputs("assertion failed: x\\n", stderr); abort(); }'
+    source = f"#include <stdio.h>\n#include <stdlib.h>\n{text}\n"
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=source, text=True, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    points, words = child.once("n01", [], tmp_path / "probe.sock", PATIENCE_S)
+    assert any(each.series.measurement == "diagnosd_node" for each in points)
+    assert words[-2:] == ["assertion failed: x", "nvml did not answer"]
+
+
 def test_one_round_of_the_devices_is_had_in_time(tmp_path: Path) -> None:
     points, missing = child.once("n01", ["mlx5_*"], tmp_path / "probe.sock", PATIENCE_S)
     assert any(each.series.measurement == "diagnosd_node" for each in points)
