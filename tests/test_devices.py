@@ -62,6 +62,13 @@ def test_what_a_child_complained_of_is_told_in_short_and_does_nothing_to_a_termi
     assert all(len(each) < 500 for each in [*told.texts(), *caplog.messages])
 
 
+def test_the_last_words_of_a_child_are_told_though_its_lines_were_too_many_for_the_log() -> None:
+    program = "import os; os.write(2, b'no fan on this GPU\\n' * 20 + b'last words\\n'); os._exit(3)"
+    with reading(program) as (_, told):
+        until(told.texts)
+    assert "exited with 3 (last words)" in told.texts()[0]
+
+
 def test_a_child_that_floods_its_stderr_costs_little(caplog: pytest.LogCaptureFixture) -> None:
     program = "import os\nos.write(1, b'# begin nvml 60000\\n')\nwhile 1: os.write(2, b'no fan on this GPU\\n' * 3000)"
     with reading(program, BRIEF._replace(tick=1.0, most=60.0)):
