@@ -411,6 +411,30 @@ def test_nothing_of_an_excluded_device_is_opened_to_name_it(node: Machine) -> No
     assert places.of(Told("xid", "", 31, "", gpu="0000:9b:00")) == "gpu:n01/PCI:0000:9b:00"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=user.slice,mems_allowed=0,oom_memcg=/user.slice/{}",
+        "Memory cgroup stats for /user.slice/user-1000.slice/user@1000.service/{}:",
+        "cgroup: fork rejected by pids controller in /user.slice/user-1000.slice/{}",
+        "overlayfs: failed to resolve '/home/{}': -2",
+        'overlayfs: unrecognized mount option "{}" or missing value',
+    ],
+)
+@pytest.mark.parametrize("words", [GONE, GONE_IN_WORDS, "mlx5_core 0000:4b:00.0 ib0: Link down", "ib0: Lost carrier"])
+def test_words_that_a_user_can_have_the_kernel_write_tell_nothing(line: str, words: str) -> None:
+    """A cgroup's name, or an option of a mount in a namespace of one's own."""
+    assert Recogniser().told(line.format(f"a {words}")) is None
+
+
+def test_the_victim_of_a_cgroup_is_told_with_it() -> None:
+    lines = Recogniser()
+    lines.told("oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/job,task_memcg=/job/7,task=python,pid=12,uid=0")
+    told = lines.told("Memory cgroup out of memory: Killed process 12 (python) total-vm:9kB, anon-rss:1048576kB")
+    assert told
+    assert told.text == "out of memory in cgroup /job/7: killed process 12 (python), 1.0 GiB resident"
+
+
 PLACE = """
 import sys
 from pathlib import Path

@@ -21,6 +21,9 @@ from diagnosd.wording import plain
 from diagnosd.xid import XIDS, severity
 
 LINE = 1000  # characters of a line that are looked at
+# A driver's name at most stands before what a row looks for. Further behind are names that users choose: a cgroup that
+# is called `NVRM: Xid (PCI:0000:3b:00): 79` and runs out of memory, an option of a mount in a namespace of their own.
+LEAD = 24
 HALF = 4  # lines of the driver within which a message over several lines ends
 
 _PCI = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?"
@@ -63,7 +66,7 @@ class Recogniser:
     def told(self, line: str) -> Told | None:
         line = line[:LINE]
         for row in ROWS:
-            if row.needle in line and (found := row.pattern.search(line)):
+            if row.needle in line and (found := row.pattern.search(line)) and found.start() <= LEAD:
                 return row.tell(self, row, line, found)
         return None
 
@@ -165,6 +168,7 @@ _MLX5 = (  # fault, and the words for it
 _SEVERITY = r"severity=(?P<severity>\w+(?: \([\w-]+\))?)"
 _BLOCKED = r"INFO: task (?P<severity>.{1,40}):\d+ blocked for more than \d+ seconds"
 _HEAT = r"CPU\d+: (?P<severity>Package|Core) temperature (?:is )?above threshold"
+_KILLED = r"(?:Memory cgroup out of memory[^:]{0,40}: )?Killed process (?P<pid>\d+),? \((?P<name>[^)]*)\)"
 _LUSTRE = r"Lustre: .*Connection to (?P<server>[\w.]+)-\w+ \(at \S+\) was lost"
 
 ROWS: tuple[Row, ...] = (
@@ -211,8 +215,8 @@ ROWS: tuple[Row, ...] = (
     # systemd itself: the devices that a container was given beside its unit are gone after a reload
     _row("config_change", "reload", "Reload", r"^Reload(?:ing)?(?: requested|\.)", "systemd has reloaded its units"),
     # Memory
-    _row("", "", "oom-kill:", r"task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+)", _remember_victim),
-    _row("oom", "oom", "Killed process", r"Killed process (?P<pid>\d+),? \((?P<name>[^)]*)\)", _tell_killed),
+    _row("", "", "oom-kill:", r"oom-kill:.*task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+)", _remember_victim),
+    _row("oom", "oom", "Killed process", _KILLED, _tell_killed),
     # Heat, clocks, and what does not answer
     _row("thermal", "processor", "temperature", _HEAT),
     _row("thermal", "zone", "critical temperature", "critical temperature reached"),
