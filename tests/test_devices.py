@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from diagnosd import yields
 from diagnosd.child import Patience
 from diagnosd.devices import OFTEN, Devices
 from diagnosd.pace import Batch
@@ -142,19 +141,3 @@ def test_a_full_disk_behind_stdout_is_told_as_what_it_is(tmp_path: Path, how: tu
         told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     assert told.returncode == 1
     assert told.stderr.splitlines()[-1] == "diagnosd: stdout: No space left on device"
-
-
-@pytest.mark.parametrize("to", ["/proc/uptime", "/proc", "there"])
-def test_a_yield_file_that_is_a_link_is_nothing(tmp_path: Path, to: str) -> None:
-    """In /tmp anybody may make one, and what it leads to is root's, and always new."""
-    (tmp_path / "there").write_text("")
-    (tmp_path / "yield").symlink_to(to)
-    assert yields.until([tmp_path / "yield"], time.time()) == 0.0
-
-
-def test_a_yield_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "yield").mkdir()
-    command = [sys.executable, "-m", "diagnosd", "yield", "--socket", str(tmp_path / "probe.sock")]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert f"{tmp_path}/yield cannot be written: Is a directory" in told.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["yield"]

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import pytest
 
-from diagnosd import child, yields
+from diagnosd import child
 from diagnosd.child import Patience
 from diagnosd.devices import MOST_BYTES, Devices
 from diagnosd.pace import Batch, Paced
@@ -565,55 +565,6 @@ def files_of(pid: int) -> list[str]:
         with suppress(OSError):
             found.append(str(each.readlink()))
     return found
-
-
-NOW = 1_796_000_000.0
-
-
-@pytest.mark.parametrize(
-    ("said", "age", "left"),
-    [
-        ("2026-11-30T00:00:00Z", 10.0, 0.0),  # it is over
-        ("2026-11-30T01:10:00+00:00", 10.0, 600.0),
-        ("2026-11-30T01:10:00", 10.0, 600.0),
-        ("2036-01-01T00:00:00Z", 10.0, yields.LONGEST_S - 10.0),
-        ("9999-12-31T23:59:59Z", 2 * yields.LONGEST_S, 0.0),
-        ("", 10.0, yields.UNSAID_S - 10.0),
-        ("soon", 10.0, yields.UNSAID_S - 10.0),
-        ("\xff\x00", yields.UNSAID_S, 0.0),
-        ("2026-11-30T01:10:00Z", -2 * yields.LONGEST_S, 0.0),  # written in the far future: no time at all
-    ],
-)
-def test_what_a_yield_file_says_is_bounded(tmp_path: Path, said: str, age: float, left: float) -> None:
-    file = tmp_path / "yield"
-    file.write_text(said, "latin-1")
-    os.utime(file, (NOW - age, NOW - age))
-    found = yields.until([file, tmp_path / "none"], NOW)
-    assert found == (pytest.approx(NOW + left) if left else 0.0)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_yield_file_of_another_user_is_nothing(tmp_path: Path) -> None:
-    (tmp_path / "yield").write_text("")
-    os.chown(tmp_path / "yield", 65534, 65534)
-    assert yields.until([tmp_path / "yield"], time.time()) == 0.0
-
-
-def test_yield_says_what_it_did_and_takes_it_back(tmp_path: Path) -> None:
-    def diagnosd(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*DIAGNOSD, "yield", "--socket", str(tmp_path / "probe.sock"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-
-    begun = diagnosd("--for", "10m")
-    assert yields.until([tmp_path / "yield"], time.time()) == pytest.approx(time.time() + 600, abs=10)
-    assert "left alone until" in begun.stdout
-    assert f"no agent is there now ({tmp_path}/probe.sock)" in begun.stdout
-    assert "read again" in diagnosd("--end").stdout
-    assert not (tmp_path / "yield").exists()
-    assert diagnosd("--for", "25h").returncode == 2
-    nowhere = diagnosd("--socket", f"{tmp_path}/none/probe.sock")
-    assert nowhere.returncode == 1
-    assert f"{tmp_path}/none/yield cannot be written: No such file or directory" in nowhere.stderr
 
 
 def test_a_library_that_is_stale_is_left_behind_after_a_minute_and_later_ever_more_rarely(
