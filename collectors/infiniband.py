@@ -5,7 +5,6 @@ What one count is in belongs to driver and file: `schema.unit_of`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -162,7 +161,7 @@ class Infiniband:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._tally = Tally()
-        self._ports: dict[tuple[str, int, int], _Port] = {}  # device, port, inode: loaded anew, it is another
+        self._ports: dict[tuple[str, int], _Port] = {}
         self._tick = 0
         self._look_due = Every(LOOK_S)
 
@@ -191,7 +190,7 @@ class Infiniband:
             for number in device.ports:
                 folder = f"{device.folder}/ports/{number}"
                 first = [f"{device.folder}/hw_counters"] if number == device.ports[0] else []
-                there[device.name, number, _inode(folder)] = [
+                there[device.name, number] = [
                     f"{folder}/counters",
                     f"{folder}/counters_ext",
                     f"{folder}/hw_counters",
@@ -202,15 +201,8 @@ class Infiniband:
             self._ports.pop(key).close()
         for key, folders in there.items():
             if key not in self._ports:
-                self._ports[key] = self._port(key[0], key[1], folders)
+                self._ports[key] = self._port(*key, folders)
 
     def _port(self, device: str, number: int, folders: list[str]) -> _Port:
         series = Series.of("infiniband", host=self._machine.host, device=device, port=str(number))
         return _Port(series, folders, self._tally, early=len(self._ports) % SLOW_S)
-
-
-def _inode(folder: str) -> int:
-    try:
-        return os.stat(folder).st_ino  # noqa: PTH116
-    except OSError:
-        return 0

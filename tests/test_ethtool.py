@@ -241,11 +241,13 @@ def test_a_nic_that_fails_takes_no_other_with_it_and_after_five_times_is_left_in
     assert Counter(nics.asked())["eth0", GSSET_INFO] == 5
 
 
-def test_a_nic_that_answers_again_is_read_on(nics: Nics) -> None:
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EOPNOTSUPP])
+def test_a_nic_that_answers_again_is_read_on(nics: Nics, code: int) -> None:
+    """What has answered once is not taken for unsupported."""
     nics.add("eth0", MLX5)
     with Reader(nics) as reader:
         reader.read(NOW)
-        nics.add("eth0", MLX5, errno=errno.EBUSY)
+        nics.add("eth0", MLX5, errno=code)
         busy = reader.read(NOW + 1)
         nics.add("eth0", MLX5)
         again = reader.read(NOW + 2)

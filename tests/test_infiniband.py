@@ -326,6 +326,13 @@ def test_hw_counters_may_lie_under_the_device(tmp_path: Path) -> None:  # A51
     assert fields(Infiniband(machine(tmp_path)).read(NOW))["np_cnp_sent"] == 38
 
 
+def test_what_a_port_counts_itself_goes_before_what_its_device_counts(tmp_path: Path) -> None:
+    base = port(hcas(tmp_path, 1))
+    write(base.parents[1] / "hw_counters", {"np_cnp_sent": 9, "of_the_device": 7})
+    told = fields(Infiniband(machine(tmp_path)).read(NOW))
+    assert (told["np_cnp_sent"], told["of_the_device"]) == (38, 7)
+
+
 # What other drivers show: PCI driver, link layer, files of counters and of hw_counters, the pair of the traffic.
 VENDORS: Mapping[str, tuple[str, str, dict[str, str | int], dict[str, str | int], tuple[str, str]]] = {
     "bnxt_re0": ("bnxt_en", "Ethernet", {}, {

@@ -201,19 +201,20 @@ def test_a_port_without_an_interface_tells_its_flaps_by_link_downed(tmp_path: Pa
     assert texts(points)[0] == "mlx5_0 port 1 went down 2 times between two looks, by link_downed"
 
 
+@pytest.mark.parametrize("late", [0, CLOSE_S], ids=["counted at once", "counted later"])
 @pytest.mark.parametrize("second", range(10, 20))
-def test_a_down_that_was_seen_is_not_told_again_by_its_count(second: int, tmp_path: Path) -> None:
+def test_a_down_that_was_seen_is_not_told_again_by_its_count(second: int, late: int, tmp_path: Path) -> None:
     """Whatever the order in which state, carrier and counter are looked at."""
     base = port(hcas(tmp_path, 1))
     collector = Link(machine(tmp_path))
     points = over(collector, second)
     down(base)
-    points += collector.read(NOW + second * SECOND)
+    points += over(collector, 1 + late, second)
     write(base / "counters", {"link_downed": 2})
-    points += over(collector, 3, second + 1)
+    points += over(collector, 3, second + late + 1)
     up(base)
     flap(tmp_path, "ib0")
-    points += over(collector, 40, second + 4)
+    points += over(collector, 40, second + late + 4)
     assert events(points) == [("link_down", "nic:n01/mlx5_0/1"), ("link_up", "nic:n01/mlx5_0/1")]
 
 
@@ -364,6 +365,12 @@ def test_the_inventory_of_a_port(tmp_path: Path) -> None:
     inventory = decode_node(json.dumps({"nics": nics}))
     assert inventory.nics
     assert inventory.nics[4].rate_gbps == 400.0
+
+
+@pytest.mark.parametrize(("said", "lid"), [("0x0", None), ("0xffff", None), ("0xbfff", 0xBFFF), ("0xc000", None)])
+def test_a_lid_that_no_subnet_manager_has_given_is_none(tmp_path: Path, said: str, lid: int | None) -> None:
+    write(port(hcas(tmp_path, 1)), {"lid": said})
+    assert Nics(machine(tmp_path)).read()[0].get("lid") == lid
 
 
 def test_the_gids_of_a_roce_port_are_read_again_each_time(tmp_path: Path) -> None:  # A61

@@ -365,10 +365,14 @@ def test_nvlink_bytes_are_summed_over_the_links_where_the_driver_does_not(node: 
     assert of(n01.read(), "diagnosd_gpu")["nvlink_tx_bytes"] == 10 * 1024 * (12 if len(lacking) == 1 else 11)
 
 
-def test_a_sum_over_links_of_which_one_says_nonsense_is_absent_and_counted(node: Make) -> None:
+@pytest.mark.parametrize("answer", [str(2**64 - 1), "error 999"])
+def test_a_sum_over_links_of_which_one_says_nonsense_or_nothing_is_absent_and_counted(node: Make, answer: str) -> None:
+    """Without it the sum would run back."""
     n01 = node("A100")
-    n01.gpus.answers |= {f"0.field.138.{link}": "10" for link in range(12)} | {"0.field.138.3": str(2**64 - 1)}
+    n01.gpus.answers |= {f"0.field.138.{link}": "10" for link in range(12)}
     del n01.gpus[f"0.field.138.{ALL_LINKS}"]
+    assert of(n01.read(), "diagnosd_gpu")["nvlink_tx_bytes"] == 12 * 10 * 1024
+    n01.gpus["0.field.138.3"] = answer
     assert "nvlink_tx_bytes" not in of(n01.read(), "diagnosd_gpu")
     assert n01.nvml.errors == 1
 
@@ -406,6 +410,16 @@ def test_activity_that_a_profiler_takes_away_comes_back(node: Make) -> None:  # 
     assert n01.nvml.errors == 600 * 3
     del n01.gpus["0.nvmlGpmSampleGet"]
     assert of(n01.reads(2), "diagnosd_gpu")["sm_active"] == 0.875
+
+
+def test_a_metric_that_has_answered_once_is_not_taken_for_unsupported(node: Make) -> None:
+    n01 = node("H100")
+    n01.reads(2)
+    n01.gpus["0.gpm.5"] = "error 3"
+    assert "tensor_active" not in of(n01.read(), "diagnosd_gpu")
+    assert n01.nvml.errors == 1
+    n01.gpus["0.gpm.5"] = "61.25"
+    assert of(n01.read(), "diagnosd_gpu")["tensor_active"] == 0.6125
 
 
 def test_activity_is_not_asked_for_sooner_than_the_driver_samples(node: Make) -> None:  # A15

@@ -51,7 +51,7 @@ class Links:
         if not self._known:
             return {}
         up = _up(self._known)
-        speeds = [self._known[link]["speed"] for link in up if "speed" in self._known[link]]
+        speeds = [fields["speed"] for fields in self._known.values() if "speed" in fields]
         known = {
             "nvlinks": len(self._known),
             "nvlinks_active": len(up),
