@@ -120,11 +120,14 @@ class RollCall:
 
 
 def names(folder: str | Path) -> list[str]:
-    """What a folder holds, sorted; nothing where it is absent or refused. OSError where it cannot be read now."""
+    """What a folder holds, sorted; nothing where it is absent, refused or a link to itself.
+
+    OSError where it cannot be read now.
+    """
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - names, without a Path object each
     except OSError as error:
-        if error.errno in GONE or error.errno in NOT_SUPPORTED:
+        if error.errno in GONE or error.errno in NOT_SUPPORTED or error.errno == errno.ELOOP:
             return []
         raise
 

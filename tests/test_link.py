@@ -262,6 +262,14 @@ def test_a_device_that_goes_is_one_event_and_its_return_another(tmp_path: Path) 
     assert states(points, "mlx5_1")[0]["state"] == 4
 
 
+def test_a_device_that_is_a_link_to_itself_hides_no_other(tmp_path: Path) -> None:
+    (hcas(tmp_path, 1) / "class/infiniband/mlx5_1").symlink_to("mlx5_1")
+    collector = Link(machine(tmp_path))
+    assert states(over(collector, 1))[0]["state"] == 4
+    assert collector.errors == 0
+    assert [nic["device"] for nic in Nics(machine(tmp_path)).read()] == ["mlx5_0"]
+
+
 def test_a_device_that_goes_and_never_was_up_is_a_change_and_no_fault(tmp_path: Path) -> None:
     down(port(hcas(tmp_path, 1)))
     collector = Link(machine(tmp_path))
