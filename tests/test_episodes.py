@@ -65,6 +65,13 @@ def test_it_is_told_when_it_has_lasted_and_not_before() -> None:
     assert seen.told == [(5, "network_congestion", "confirmed")]
 
 
+def test_what_costs_little_is_told_when_it_has_lasted_twice_as_long() -> None:
+    seen = Seen(slowdown=1.06)
+    for _ in range(12):
+        seen.look("network_congestion")
+    assert seen.told == [(10, "network_congestion", "confirmed")]
+
+
 def test_what_passes_before_it_was_told_was_never_said() -> None:
     seen = Seen()
     for _ in range(4):
