@@ -155,7 +155,7 @@ class _Form(NamedTuple):
 
 # By series and field names, in their order. Bounded: cleared when it is full.
 _forms: dict[tuple[object, ...], _Form] = {}
-_FORMS = 65536
+_FORMS = 16384  # of up to 7 KB each: devices that come and go make new ones for as long as the agent runs
 _DIRECTIVES: Mapping[type, str] = {int: "%di", float: "%r", str: '"%s"'}
 
 
