@@ -647,8 +647,8 @@ def _rows() -> Iterator[str]:
     for m in SCHEMA.values():
         tags = ", ".join((*m.tags, *(f"({tag})" for tag in m.optional_tags)))
         yield f"| **{m.name}** | {tags} | | | | | | {m.meaning} |"
-        for f in m.fields.values():
+        for name, f in {re.sub(r"prio\d", "prio0..7", f.name): f for f in m.fields.values()}.items():
             mark = " (unverified)" if f.name in UNVERIFIED.get(m.name, ()) else ""
-            yield f"| | | {f.name} | {f.type} | {f.unit} | {f.kind} | {f.cadence} | {f.meaning}{mark} |"
+            yield f"| | | {name} | {f.type} | {f.unit} | {f.kind} | {f.cadence} | {f.meaning}{mark} |"
         if m.any_field:
             yield f"| | | ... | {m.any_field} | | | | every other field, under the name its source gives it |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,12 @@ def test_a_driver_s_own_counter_has_the_type_of_its_measurement() -> None:
     assert SCHEMA["diagnosd_step"].type_of("some_new_field") is None
 
 
-def test_the_table_for_people_has_a_row_for_every_field() -> None:
+def test_the_table_for_people_has_a_row_for_every_field_and_one_for_those_of_the_eight_priorities() -> None:
     rows = markdown().splitlines()
+    one = {m.name: {re.sub("prio[0-7]", "prio", name) for name in m.fields} for m in SCHEMA.values()}
     assert {row.count("|") for row in rows} == {9}
-    assert len(rows) == 2 + sum(1 + len(m.fields) + bool(m.any_field) for m in SCHEMA.values())
+    assert len(rows) == 2 + sum(1 + len(one[m.name]) + bool(m.any_field) for m in SCHEMA.values())
+    assert "| | | rx_prio0..7_pause | i |  | counter | fast |" in markdown()
     assert "| | | data_wait | f | s | event | event |" in markdown()
 
 

@@ -123,6 +123,7 @@ def watch(*, slow: bool) -> None:
             time.sleep(MINUTE)
             after = cost(ours), cost(readers)
         points = [point for batch in read(folder / "out") for point in batch]
+        recorded = (folder / "out/n01.lp.zst").stat().st_size / (points[-1].time - points[0].time) * 1e9
     used = [now.cpu_s - then.cpu_s for then, now in zip(before, after, strict=True)]
     told = "with 0.3 ms a file and 5 ms an ioctl" if slow else "8 GPUs x 18 links, 8 HCAs"
     row(f"a tick of the reader, {told}", f"{1e3 * used[1] / MINUTE:.2f} ms of CPU")
@@ -130,6 +131,7 @@ def watch(*, slow: bool) -> None:
     row("  both, of one core", f"{100 * sum(used) / MINUTE:.2f} %")
     row("  both, memory (sum of PSS)", f"{sum(each.pss for each in after) / 2**20:.0f} MiB")
     row("  a second has", values_a_second(points))
+    row("  recorded, compressed", f"{recorded * DAY / 1e6:.0f} MB a day")
     row("  latest heartbeat", f"{1e3 * latest(points):.0f} ms")
 
 
