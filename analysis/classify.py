@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, nan
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ class Verdict:
     text: str
     columns: tuple[int, ...] = ()  # of the ranks it is about; none where it is about all
     assets: tuple[Mapping[str, Any], ...] = ()  # hardware as a ticket needs it
+    step: float = nan  # seconds that the steps took, in the mean, that the evidence is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ def _verdict(c: Comparison, case: _Case, rivals: list[_Case], evidence: list[Evi
         _text(c, cause, kind.title if kind else None, case.claims, place.link),
         place.columns,
         assets(c, place),
+        step=c.step + c.lost,
     )
 
 
@@ -219,6 +221,7 @@ def _unknown(c: Comparison, cases: list[_Case], evidence: list[Evidence], missin
         *sources(c.trace, c.job, (case.cause.code for case in cases[:2])),
         _filled(_measure(most, [case.cause for case in near], missing), c, place, cases[0].cause.code),
         f"Of what a step takes longer, {grew}. {_nearest(near)}",
+        step=c.step + c.lost,
     )
 
 

@@ -18,18 +18,32 @@ from diagnosd.analysis.history import History
 def price(episode: Episode, baseline: Baseline, numbers: Ints, reference: Reference | float) -> None:
     """Add its newest cycles: its share of the excess over the reference (a float: seconds a step)."""
     _begin(episode)
-    fresh = numbers[numbers >= episode.counted]
-    observed, steps = baseline.seconds(fresh), baseline.steps(fresh)
     if isinstance(reference, Reference):
-        expected = reference.expect(baseline.work(fresh))[:, 0] * steps
         episode.step, episode.scatter = reference.step, float(reference.scale[0]) / reference.step
     else:
-        expected = reference * steps
         episode.step, episode.scatter = reference, 0.0
-    episode.lost += episode.share * float((observed - expected).sum()) * episode.ranks
-    episode.observed += float(observed.sum())
-    episode.expected += float(expected.sum())
+    _add(episode, *_took(baseline, numbers[numbers >= episode.counted], reference))
     episode.counted = int(numbers[-1]) + 1 if len(numbers) else episode.counted
+
+
+def price_until(episode: Episode, baseline: Baseline, last: int, reference: Reference) -> None:
+    """Take out what came after its last cycle: that it was over showed only when some were as they used to be."""
+    numbers = baseline.usable(max(last + 1, episode.row))
+    _add(episode, *(-seconds for seconds in _took(baseline, numbers[numbers < episode.counted], reference)))
+    episode.counted = min(episode.counted, last + 1)
+
+
+def _took(baseline: Baseline, numbers: Ints, reference: Reference | float) -> tuple[float, float]:
+    """Seconds that these cycles took together, and that they should have taken."""
+    steps = baseline.steps(numbers)
+    each = reference.expect(baseline.work(numbers))[:, 0] if isinstance(reference, Reference) else reference
+    return float(baseline.seconds(numbers).sum()), float((each * steps).sum())
+
+
+def _add(episode: Episode, observed: float, expected: float) -> None:
+    episode.lost += episode.share * (observed - expected) * episode.ranks
+    episode.observed += observed
+    episode.expected += expected
 
 
 def price_saves(episode: Episode, saves: Iterable[Save], usual: float) -> None:
@@ -45,7 +59,7 @@ def price_saves(episode: Episode, saves: Iterable[Save], usual: float) -> None:
     episode.observed += observed
     episode.expected += observed - lost
     episode.counted = fresh[-1].number + 1 if fresh else episode.counted
-    episode.gain = max(1 - episode.expected / max(episode.observed, 1e-9), 0.0)
+    episode.mends = 1.0
 
 
 def _begin(episode: Episode) -> None:
@@ -55,8 +69,11 @@ def _begin(episode: Episode) -> None:
         episode.counted = episode.row
 
 
-def gain(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> float:
-    """Share of the step that repairing this alone would save: the next to arrive sets the pace then."""
+def mends(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> float:
+    """Share of the loss that repairing this alone would undo: the next to arrive sets the pace then.
+
+    No more than all of it, though what this cause made longer may be more, where something else became shorter.
+    """
     outside = [part for part in verdict.claims if part not in OWN]
     inside = [OWN.index(part) for part in verdict.claims if part in OWN]
     saved = max(c.excess(*outside), 0.0) if outside else 0.0
@@ -67,7 +84,7 @@ def gain(verdict: Verdict, c: Comparison, history: History, numbers: Ints) -> fl
         known = not np.isnan(late).any()
         each = late.max(axis=1) - (late - grown).max(axis=1) if known else grown.max(axis=1)
         saved += float(each.mean())
-    return float(np.clip(saved / max(c.step * c.slowdown, 1e-9), 0.0, 1.0))
+    return float(np.clip(saved / max(c.lost, 1e-9), 0.0, 1.0))
 
 
 def waited(c: Comparison) -> float:

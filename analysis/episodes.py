@@ -22,6 +22,7 @@ from typing import Any
 from diagnosd.analysis.causes import CAUSES
 from diagnosd.analysis.classify import Verdict
 from diagnosd.analysis.evidence import Evidence
+from diagnosd.analysis.figures import seconds
 from diagnosd.analysis.summary import rfc3339
 
 TRANSITIONS: dict[str, dict[str, str]] = {
@@ -49,6 +50,7 @@ REPLACED = 10  # and before a confirmed cause gives way to another: evidence wav
 SUPERSEDED = 3  # unknown gives way sooner: any cause is better
 REJOIN_S = 900.0  # diagnosis.md 2.6: re-opening within 15 min joins the old episode
 REPEAT_S = 60.0  # figures alone are told again once a minute
+APART = 1.05  # steps that took so many times as long as others are not called the same
 BRIEF = 8  # of the slowdowns that were too short for a cause, those that cost most are kept
 
 # By rate of loss, GPU-hours per hour, as in diagnosis.md 2.6: below 1 and mild nobody acts; 64 is as if eight machines
@@ -79,7 +81,7 @@ class Episode:
     verdict: Verdict
     attempt: int
     start: int
-    row: int  # number of the first cycle
+    row: int  # number of the first cycle, of where it began again if it came back
     onset: int | None = None  # the framework's number of its first step
     state: str = "suspected"
     detected: int | None = None
@@ -95,7 +97,7 @@ class Episode:
     expected: float = 0.0  # what they should have taken
     step: float = 0.0  # expected seconds a step
     scatter: float = 0.0  # of single healthy steps, as a share of the step
-    gain: float = 0.0
+    mends: float = 0.0  # share of the loss that repairing this alone would undo
     ranks: int = 0
     share: float = 1.0  # of the loss of its cycles, where several causes share it
     waited: float = 0.0  # share of the loss that ranks spent waiting for others, or for bytes
@@ -106,6 +108,15 @@ class Episode:
     @property
     def slowdown(self) -> float:
         return self.observed / self.expected if self.expected > 0 else 1.0
+
+    @property
+    def gain(self) -> float:
+        """Share of the step that repairing this alone would save.
+
+        Of the same steps as the slowdown: `mends` is of the latest only, and a step of these may take longer than the
+        mean, or less.
+        """
+        return self.mends * max(1 - 1 / max(self.slowdown, 1e-9), 0.0)
 
     @property
     def is_open(self) -> bool:
@@ -198,7 +209,7 @@ class Episodes:
         if former is not None:
             former.pass_to("back")
             former.end, former.verdict, former.counted = None, episode.verdict, max(former.counted, episode.row)
-            former.unseen = former.left = 0
+            former.row, former.unseen, former.left = episode.row, 0, 0
             self.all.remove(episode)
             return
         episode.pass_to("holds")
@@ -299,7 +310,7 @@ class Episodes:
         document["alternatives"] = [
             {"cause": other.cause, "confidence": other.confidence, "text": other.text} for other in verdict.alternatives
         ]
-        return {**document, "next": verdict.next, "text": verdict.text}
+        return {**document, "next": verdict.next, "text": verdict.text + (_of_which_steps(episode) if costs else "")}
 
     def _id(self, episode: Episode) -> str:
         """The step's number instead of its time: how clocks are aligned depends a little on when the analysis began."""
@@ -388,6 +399,19 @@ def severity(episode: Episode) -> str:
     if rate >= PAGE_RATE:
         return "page"
     return "info" if rate < INFO_RATE and slowdown < MILD else "ticket"
+
+
+def _of_which_steps(episode: Episode) -> str:
+    """How long the steps took that the evidence is of, where they are not like the rest: a part may exceed the mean.
+
+    Of checkpoints that is said by their own verdict.
+    """
+    mean, seen = episode.step * episode.slowdown, episode.verdict.step
+    longer = any(one.row.unit == "s" and one.reading.observed > mean for one in episode.verdict.evidence)
+    alike = mean / APART <= seen <= mean * APART and not longer
+    if isnan(seen) or alike or episode.origin == "checkpoint":
+        return ""
+    return f" The evidence is of steps that took {seconds(seen)}."
 
 
 def _evidence(one: Evidence, verdict: Verdict) -> dict[str, Any]:

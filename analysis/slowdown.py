@@ -60,5 +60,12 @@ def last_sick(excess: Floats, seconds: Floats, scale: float, size: float) -> int
     level, noise = float(np.median(excess[-calm:])), 1.2533 * scale / np.sqrt(calm)
     if level > max(LEAVE, 0.2 * height, min(LEAVE + noise, 0.4 * height)):
         return None
-    sick = np.flatnonzero(excess[: len(excess) - calm + 1] > 0.5 * max(height, ENTER))
-    return int(sick[-1]) if sick.size else -1
+    usual = max(height, ENTER)
+    sick = np.flatnonzero(excess[: len(excess) - calm + 1] > 0.5 * usual)
+    return int(sick[-1]) + _goes_on(excess[sick[-1] + 1 :] / usual) if sick.size else -1
+
+
+def _goes_on(excess: Floats) -> int:
+    """How many rows more were sick: half of the newest may be, and their median is calm (largest prefix sum)."""
+    score = np.clip(excess, -1, 2) - 0.5
+    return int(np.cumsum([0.0, *score]).argmax())

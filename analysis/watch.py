@@ -19,7 +19,7 @@ from diagnosd.analysis.baseline import LEAST, LEAVE, Alarm, Baseline, Reference
 from diagnosd.analysis.checkpoints import LARGE_S, LARGE_STEPS, Checkpoints, Save
 from diagnosd.analysis.classify import Verdict, by_design, classify, present
 from diagnosd.analysis.compare import RECENT, Comparison, Past, compare, past
-from diagnosd.analysis.cost import gain, price, price_saves, waited
+from diagnosd.analysis.cost import mends, price, price_saves, price_until, waited
 from diagnosd.analysis.decompose import COMPUTE, OWN, PART
 from diagnosd.analysis.episodes import Episode, Episodes, Found
 from diagnosd.analysis.evidence import is_beyond_bound, least_transfer
@@ -238,6 +238,8 @@ class Watch:
         assert self.slowdown is not None
         last = self.slowdown.ended("unknown", self.baseline)
         if last is not None:
+            for episode in self.episodes.open("past"):
+                price_until(episode, self.baseline, last, self.slowdown.reference)
             self.episodes.gone("past", self._ended(last))
             self.baseline.mark(last + 1 if told else self.slowdown.onset, self.baseline.count, healthy=True)
             self.cleared, self.slowdown = last + 1, None
@@ -245,6 +247,7 @@ class Watch:
         for episode in self.episodes.open("past"):
             row = self.slowdown.ended(episode.verdict.cause, self.baseline)
             if episode.state == "confirmed" and row is not None and row >= episode.row:
+                price_until(episode, self.baseline, row, self.slowdown.reference)
                 self.episodes.close(episode, self._ended(row))
         numbers = self._usable(self.slowdown.onset)
         if told or len(numbers) < ACCEPT_CYCLES or self.baseline.seconds(numbers).sum() < ACCEPT_S:
@@ -399,7 +402,7 @@ class Watch:
             episode.ranks = self.job.world
             episode.share = share / sum(shares) if len(named) > 1 else 1.0
             price(episode, self.baseline, numbers, reference)
-            episode.gain, episode.waited = gain(episode.verdict, c, self.history, numbers), waited(c)
+            episode.mends, episode.waited = mends(episode.verdict, c, self.history, numbers), waited(c)
             self.episodes.confirm(episode, now, int((numbers >= episode.row).sum()))
 
     # -- information, and no progress --------------------------------------------------------------------------------
@@ -430,7 +433,7 @@ class Watch:
         found = [Found(verdict, history.newest, history.count, history.number)]
         for episode in self.episodes.observe("hang", found, self.attempt):
             episode.lost, episode.ranks = still * self.job.world, self.job.world
-            episode.observed, episode.expected, episode.step, episode.gain = still, usual, usual, 1.0
+            episode.observed, episode.expected, episode.step, episode.mends = still, usual, usual, 1.0
             if hang.is_certain(history, now):
                 self.episodes.confirm(episode, now, 0, at_once=True)
 
