@@ -256,8 +256,8 @@ def _account_of(name: str, what: str) -> list[Line]:
     return _cut([Span(f"Job {shortened(clean(name), max(left, NAME))}: {what}")])
 
 
-def live(name: str, job: Document, documents: Sequence[Document]) -> str:
-    """One line while it runs: where the job is, and the worst that is open, or else that was."""
+def live(name: str, job: Document, documents: Sequence[Document], columns: int = WIDTH - 1) -> str:
+    """One line while it runs: where the job is, and the worst that is open, or else that was. "" is no name."""
     steps, median = _number(job, "steps") or 0, _number(job, "step_s")
     parts = [f"{steps:,.0f} steps"]
     open_ones = [d for d in documents if d.get("state") in ("suspected", "confirmed")]
@@ -272,8 +272,9 @@ def live(name: str, job: Document, documents: Sequence[Document]) -> str:
         parts.append(_worst(found))
     elif steps:
         parts.append("nothing found so far")
-    rest = "  ".join(["", *(clean(part) for part in parts)])
-    return clip(shortened(clean(name), max(WIDTH - 1 - width(rest), NAME)) + rest, WIDTH - 1)
+    rest = "  ".join(clean(part) for part in parts)
+    head = f"{shortened(clean(name), max(columns - 2 - width(rest), NAME))}  " if name else ""
+    return clip(head + rest, columns)
 
 
 def _pace(usual: float, now: float | None) -> str:
@@ -285,7 +286,8 @@ def _pace(usual: float, now: float | None) -> str:
 def _worst(documents: Sequence[Document]) -> str:
     worst = min(documents, key=_by_cost)
     more = f", and {len(documents) - 1} more" if len(documents) > 1 else ""
-    return f"{_headline(worst)} ({_string(worst, 'state')}){more}"
+    where = ", job" if [*_sequence(worst.get("locus"))] == ["job"] else ""
+    return f"{_string(worst, 'state')}: {_headline(worst)}{where}{more}"
 
 
 def plain(lines: Iterable[Line]) -> str:

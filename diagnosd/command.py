@@ -36,11 +36,11 @@ def check(argv: Sequence[str]) -> None:
     if not name:
         raise StartError("the name of the command is empty", NO_SUCH_COMMAND)
     if "/" in name and os.path.isdir(name):  # noqa: PTH112 - a name of the shell, not a path of ours
-        raise StartError(f"{name}: is a folder, not a command", NOT_EXECUTABLE)
+        raise StartError(f"{name} is a folder, not a command", NOT_EXECUTABLE)
     if shutil.which(name) is None:
         there = "/" in name and os.path.exists(name)  # noqa: PTH110
-        reason = "is not executable" if there else "no such command"
-        raise StartError(f"{name}: {reason}", NOT_EXECUTABLE if there else NO_SUCH_COMMAND)
+        reason = f"{name} is not executable" if there else f"{name}: no such command"
+        raise StartError(reason, NOT_EXECUTABLE if there else NO_SUCH_COMMAND)
 
 
 def take_signals() -> frozenset[signal.Signals]:

@@ -26,6 +26,7 @@ class LiveLine:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self.columns = os.get_terminal_size(fd).columns - 1  # that a text may have; as of the last one
         self._rows = 0
         self._newest = ""
         self._closed = False
@@ -55,11 +56,12 @@ class LiveLine:
 
     def _draw(self, text: str) -> None:
         size = os.get_terminal_size(self._fd)
+        self.columns = size.columns - 1
         if size.lines < FEW_ROWS:
             return
         if size.lines != self._rows:
             self._make_room(size.lines)
-        self._write(f"{_SAVE}\x1b[{self._rows};1H{_ERASE}{text[: size.columns - 1]}{_RESTORE}")
+        self._write(f"{_SAVE}\x1b[{self._rows};1H{_ERASE}{text[: self.columns]}{_RESTORE}")
 
     def _make_room(self, rows: int) -> None:
         """A newline first: the cursor may stand in the last row. Setting the region would move it to the top."""

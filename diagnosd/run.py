@@ -13,8 +13,10 @@ import logging
 import math
 import os
 import queue
+import re
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +46,8 @@ Document = Mapping[str, Any]
 GRACE_S = 2.0  # the hosts of a folder end at about the same time, and flush every second
 LOOK_S = 0.05  # between two looks whether somebody has had enough
 FOLDER, SOCKET = "diagnosd-run-", "probe.sock"  # what it makes in /tmp
+# A job's name that no person gave it: HOST-BOOT-PID of `job_name`, and the uid of a Kubernetes Job
+MADE = re.compile(r".*-([0-9a-f]{8}|noboot)-[0-9]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 FINDINGS = 4096  # of which the documents are kept to be told at the end: about 40 MB
 WAITING = 64  # batches: when the analysis falls behind, the agent's ring takes the rest, and counts what it must drop
 
@@ -188,8 +192,9 @@ def run(argv: list[str], environ: Mapping[str, str], options: Options, job: str,
         watching.close()
         verdicts.join(command.enough)
     with _at_our_cost("the verdict"):
-        unjudged = verdicts.failure and _unjudged(watched, verdicts, options)
-        _tell_all(verdicts, unjudged or _silence(verdicts, f"{argv[0]} {command.status}", environ), command, output)
+        unjudged = verdicts.failure and f"diagnosd: {_unjudged(watched, verdicts, options)}"
+        silent = _silence(verdicts, f"{argv[0]} {command.status}", environ)
+        _tell_all(verdicts, unjudged or (silent and _wrapped(f"diagnosd: {silent}")), command, output)
     return command.code
 
 
@@ -215,7 +220,7 @@ def _tell_all(verdicts: Verdicts, unjudged: str, command: Command, output: str) 
         if command.interrupted:
             leave_the_row(sys.stderr)
         if unjudged:
-            print(f"diagnosd: {unjudged}", file=sys.stderr)
+            print(unjudged, file=sys.stderr)
         elif output == "text":
             verdicts.conclude("text", sys.stderr)
 
@@ -366,18 +371,23 @@ def _told_live() -> Iterator[Callable[[Verdicts], object]]:
         return
     line = LiveLine(sys.stderr.fileno())
     try:
-        yield lambda verdicts: line.show(_live(verdicts))
+        yield lambda verdicts: line.show(_live(verdicts, line.columns))
     finally:
         line.close()
 
 
-def _live(verdicts: Verdicts) -> str:
+def _live(verdicts: Verdicts, columns: int) -> str:
+    """A single job's name is left out where nobody gave it: what is found must fit in."""
     of_job: dict[str, list[Document]] = {}
     for document in verdicts.findings.documents:
         of_job.setdefault(document["job"], []).append(document)
-    statuses = verdicts.analysis.status().items()
-    jobs = [report.live(name, status, of_job.get(name, [])) for name, status in statuses]
-    return "diagnosd: " + ("  |  ".join(jobs) or "no rank has reported yet")
+    statuses = verdicts.analysis.status()
+    room = columns - len("diagnosd: ")
+    jobs = [
+        report.live("" if len(statuses) == 1 and MADE.fullmatch(name) else name, status, of_job.get(name, []), room)
+        for name, status in statuses.items()
+    ]
+    return report.clip("diagnosd: " + ("  |  ".join(jobs) or "waiting for the first steps"), columns)
 
 
 def _tell_changes(verdicts: Verdicts) -> None:
@@ -401,8 +411,15 @@ def _silence(verdicts: Verdicts, end: str, environ: Mapping[str, str]) -> str:
     if is_off(environ):
         return f"{said}DIAGNOSD={environ['DIAGNOSD']} is set, which switches the probe off."
     well = end.endswith(" exited with 0")
+    failed = "" if well else ", until then" if " was ended by " in end else " (its own output says why), until then"
     return (
-        f"{said}{end}{', and' if well else ': its own output says why. Until then'} nothing in it trained with PyTorch"
-        " where the probe could see it (python -I and -E, sudo and containers drop PYTHONPATH). Any other loop can name"
-        " its steps itself, `with step():` from diagnosd.probe, see README."
+        f"{said}{end}{', and' if well else failed} nothing in it trained with PyTorch where the probe could see it"
+        " (python -I and -E, sudo and containers drop PYTHONPATH). Any other loop can name its steps itself,"
+        " `with step():` from diagnosd.probe, see README."
     )
+
+
+def _wrapped(text: str) -> str:
+    """For the terminal on stderr, or a page; a path stays whole."""
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0  # some do not know theirs
+    return textwrap.fill(text, columns or report.WIDTH, break_long_words=False, break_on_hyphens=False)

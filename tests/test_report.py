@@ -178,10 +178,17 @@ def test_how_sure_is_told_of_a_cause_and_of_nothing_else() -> None:
 def test_a_live_line_says_what_a_step_takes_now_and_in_the_end_what_was_found() -> None:
     job = {"steps": 300, "step_s": 0.04, "now_s": 0.1}
     found = {"cause": "data_starvation", "state": "confirmed", "locus": ["rank:1"]}
-    assert report.live("j", job, [found]) == "j  300 steps  100 ms (2.5 x)  Data starvation at rank 1 (confirmed)"
+    assert report.live("j", job, [found]) == "j  300 steps  100 ms (2.5 x)  confirmed: Data starvation at rank 1"
     over = [{**found, "state": "resolved"}] * 2
-    assert report.live("j", job, over) == "j  300 steps  40 ms  Data starvation at rank 1 (resolved), and 1 more"
+    assert report.live("j", job, over) == "j  300 steps  40 ms  resolved: Data starvation at rank 1, and 1 more"
     assert report.live("j", job, []) == "j  300 steps  40 ms  nothing found so far"
+
+
+def test_a_live_line_without_a_name_says_state_and_place_within_its_columns() -> None:
+    job = {"steps": 113, "step_s": 0.08, "now_s": 0.19}
+    found = {"cause": "data_starvation", "state": "confirmed", "locus": ["job"]}
+    assert report.live("", job, [found]) == "113 steps  190 ms (2.38 x)  confirmed: Data starvation, job"
+    assert report.live("", job, [found], 51) == "113 steps  190 ms (2.38 x)  confirmed: Data starva…"
 
 
 def test_a_name_cannot_reach_the_terminal_as_a_control_sequence() -> None:

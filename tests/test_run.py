@@ -79,7 +79,7 @@ def test_no_such_command_is_127_and_says_so() -> None:
 
 def test_a_folder_and_an_empty_name_are_said_to_be_no_commands(tmp_path: Path) -> None:
     for name, code, said in (
-        (tmp_path, 126, f"{tmp_path}: is a folder, not a command"),
+        (tmp_path, 126, f"{tmp_path} is a folder, not a command"),
         ("", 127, "the name of the command is empty"),
     ):
         done = diagnosd("run", "--", name)
@@ -93,6 +93,7 @@ def test_a_command_that_is_not_executable_is_126(tmp_path: Path, text: str) -> N
     script.chmod(0o644 if text.startswith("#!") else 0o755)
     done = diagnosd("run", "--", script)
     assert (done.returncode, done.stderr.count("\n")) == (126, 1)
+    assert not text.startswith("#!") or done.stderr == f"diagnosd: {script} is not executable\n"
 
 
 def test_a_script_whose_interpreter_is_missing_is_127(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_a_signal_that_ends_the_command_leaves_a_verdict() -> None:
         process.terminate()
         said = process.stderr.read()
     assert process.returncode == 143
-    assert "sh was ended by SIGTERM" in said
+    assert "sh was ended by SIGTERM" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -223,24 +224,28 @@ def test_a_signal_that_ends_the_command_leaves_a_verdict() -> None:
         (("--", "true"), "true exited with 0, and nothing in it trained with PyTorch"),
         (
             ("--", sys.executable, "no_such_script.py"),
-            "exited with 2: its own output says why. Until then nothing in it trained",
+            "exited with 2 (its own output says why), until then nothing in it trained",
         ),
         (python("print(1)"), "exited with 0, and nothing in it trained with PyTorch"),
         (
             python("from diagnosd import probe\nprobe.step().__enter__()\nimport time; time.sleep(1)"),
             "no rank reported",
         ),
+        (sh("kill -9 $$"), "sh was ended by SIGKILL, until then nothing in it trained with PyTorch"),
     ],
 )
 def test_a_command_without_a_step_is_said_in_a_sentence(command: tuple[str, ...], said: str) -> None:
     done = diagnosd("run", *command)
-    assert said in done.stderr
+    assert said in " ".join(done.stderr.split())
+    ours = done.stderr[done.stderr.index("diagnosd: ") :].splitlines()
+    assert max(map(len, ours)) <= max(80, len(sys.executable))
     assert "Traceback" not in done.stderr
 
 
 def test_a_probe_that_is_switched_off_is_named() -> None:
     done = diagnosd("run", "--", "true", env={"DIAGNOSD": "off"})
-    assert done.stderr == "diagnosd: no rank reported a step: DIAGNOSD=off is set, which switches the probe off.\n"
+    said = "diagnosd: no rank reported a step: DIAGNOSD=off is set, which switches the probe off."
+    assert done.stderr.split() == said.split()
 
 
 SWITCHED_OFF = """
@@ -258,7 +263,7 @@ time.sleep(1.5)
 def test_a_probe_that_switched_itself_off_before_the_first_step_is_the_reason_for_the_silence() -> None:
     done = diagnosd("run", *python(SWITCHED_OFF.format(steps=0)))
     assert "no rank reported a step" in done.stderr
-    assert "exited with 0; probe off: too dear" in done.stderr
+    assert "exited with 0; probe off: too dear" in " ".join(done.stderr.split())
 
 
 def test_a_job_whose_probe_switched_itself_off_is_not_called_healthy() -> None:
@@ -418,12 +423,22 @@ def test_the_live_line_stays_at_the_foot_and_the_commands_output_above_it() -> N
     for text in on_a_terminal([*DIAGNOSD, "run", *sh(script)]):
         terminal.feed(text)
         screens.append(list(terminal.rows))
-    live = [screen for screen in screens if screen[-1].startswith("diagnosd: no rank has reported yet")]
+    live = [screen for screen in screens if screen[-1].startswith("diagnosd: waiting for the first steps")]
     assert live
     assert live[-1][-3:-1] == ["line 40", "no newline"]
     assert live[-1][-20:-2] == [f"line {number}" for number in range(23, 41)]
     assert terminal.bottom == 23
-    assert not [row for row in terminal.rows if row.startswith("diagnosd: no rank has reported yet")]
+    assert not [row for row in terminal.rows if row.startswith("diagnosd: waiting for the first steps")]
+
+
+@pytest.mark.parametrize(("options", "name"), [([], ""), (["--job", "mine"], "mine  ")])
+def test_the_live_line_has_a_jobs_name_where_somebody_gave_it_one(options: list[str], name: str) -> None:
+    terminal = Terminal(24)
+    lines = set()
+    for text in on_a_terminal([*DIAGNOSD, "run", *options, *python(TRAINING, "60")]):
+        terminal.feed(text)
+        lines.add(terminal.rows[-1])
+    assert any(re.match(rf"diagnosd: {name}\d+ steps  ", line) for line in lines)
 
 
 def test_without_a_terminal_no_control_sequence_is_written() -> None:
