@@ -40,6 +40,7 @@ _CA = re.compile(f"CA {_NAME}")
 _PORT = re.compile(r"\s+Port (?P<port>\d{1,3}):")
 _STATUS = re.compile(rf"Infiniband device {_NAME} port (?P<port>\d{{1,3}}) status:")
 _LINE = re.compile(r"\s+(?P<key>[A-Za-z][A-Za-z _]*?):\s*(?P<value>.*)")
+_NONE = re.compile("no devices", re.IGNORECASE)  # ibstatus, which calls that a fatal error
 _GBPS = re.compile(r"\d{1,6}(?:\.\d)?")  # all that ibstat tells of a rate
 
 
@@ -161,19 +162,21 @@ class Ibstat:
         if self._running and self._running.poll() is None:
             self.said = f"process {self._running.pid} still hangs"
             return []
-        reasons, end = [], time.monotonic() + DEADLINE_S
+        empty, failed, end = [], [], time.monotonic() + DEADLINE_S
         for tool in TOOLS:
             program = shutil.which(tool, path=self._path)
             if program is None:
-                reasons.append(f"{tool}: not installed")
                 continue
             output, reason = self._run([program], end)
             ports = parse(output)
             self.said = f"{tool}: {reason}" if reason else ""
             if ports:
                 return ports
-            reasons.append(f"{tool}: {reason or 'tells of no port'}")
-        self.said = ", ".join(reasons)
+            if reason and not _NONE.search(output):
+                failed.append(self.said)
+            else:
+                empty.append(tool)
+        self.said = ", ".join(failed) or _none_either(empty)
         return []
 
     def _run(self, argv: Sequence[str], end: float) -> tuple[str, str]:
@@ -200,6 +203,12 @@ class Ibstat:
         if not ended:
             return text, f"no end after {DEADLINE_S:g} s"
         return text, f"exited with {code}: {text.strip().rpartition(chr(10))[2][:120]}" if code else ""
+
+
+def _none_either(tools: Sequence[str]) -> str:
+    if not tools:
+        return f"neither {' nor '.join(TOOLS)} is installed"
+    return f"{' and '.join(tools)} {'know' if len(tools) > 1 else 'knows'} none either"
 
 
 def _drain(process: subprocess.Popen[bytes], end: float) -> tuple[bytes, bool]:

@@ -271,7 +271,7 @@ class Link:
     def _ask(self, ibstat: Ibstat) -> Iterator[Event]:
         """A port of which the tool says nothing this time is unknown, not gone."""
         ports = [each for each in ibstat.read() if not self._machine.excludes(each.device)]
-        self.missing = ibstat.said or None if ports else f"{self.missing}, {ibstat.said}"
+        self.missing = ibstat.said or None if ports else missing(self._machine, ibstat.said)
         for each in ports:
             told = self._told.setdefault((each.device, each.port), _Told(self._machine.host, each.device, each.port))
             if each.state:

@@ -35,6 +35,7 @@ class Net:
 
     def __init__(self, machine: Machine) -> None:
         self._host = machine.host
+        self._excludes = machine.excludes
         self._dev = KernelFile(machine.proc / "net/dev")
         self._roll = RollCall()
 
@@ -54,7 +55,9 @@ class Net:
         for line in text.split("\n")[2:]:
             interface, _, counts = line.rpartition(":")
             interface, columns = interface.strip(" "), counts.split()
-            if not watched(interface) or len(columns) <= COLUMNS[-1][0] or not all(map(is_counter, columns)):
+            if not watched(interface) or self._excludes(interface):
+                continue
+            if len(columns) <= COLUMNS[-1][0] or not all(map(is_counter, columns)):
                 continue
             try:
                 series = Series.of("net", host=self._host, interface=interface)

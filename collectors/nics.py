@@ -43,7 +43,7 @@ class Nics:
         if found or not self._ibstat or names(f"{self._machine.sys}/class/infiniband"):
             return [_nic(self._machine, device, port) for device in found for port in device.ports]
         told = self._ibstat.read()
-        self.missing = self._ibstat.said or None if told else f"{self.missing}, {self._ibstat.said}"
+        self.missing = self._ibstat.said or None if told else missing(self._machine, self._ibstat.said)
         return [each.nic() for each in told if not self._machine.excludes(each.device)]
 
 

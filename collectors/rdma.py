@@ -250,9 +250,11 @@ def lid(text: str) -> int | None:
     return value if 0 < value < 0xC000 else None
 
 
-def missing(machine: Machine) -> str:
-    """Where a machine without devices was looked at, and what was found there."""
+def missing(machine: Machine, beside: str = "") -> str:
+    """Where a machine without devices was looked at, and what was found there; and what was asked beside that."""
     folder = f"{machine.sys}/class/infiniband"
     if not os.path.isdir(folder):  # noqa: PTH112
-        return f"no RDMA device here ({folder} is not there)"
-    return f"no RDMA device here ({folder} {'has none that is not excluded' if names(folder) else 'is empty'})"
+        found = "is not there"
+    else:
+        found = "has none that is not excluded" if names(folder) else "is empty"
+    return f"no RDMA device here ({folder} {found}{f'; {beside}' if beside else ''})"

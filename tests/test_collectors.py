@@ -70,6 +70,11 @@ def test_net_leaves_out_the_loopback_and_what_joins_containers(tmp_path: Path) -
     assert set(by_tag(points, "interface")) == {"eth0", "ib0.1", "br-ex", "lom0"}
 
 
+def test_net_leaves_out_what_is_excluded(tmp_path: Path) -> None:
+    points = Net(Machine("n01", tree(tmp_path, {"net/dev": NET_DEV}), exclude=("eth*",))).read(NOW)
+    assert set(by_tag(points, "interface")) == {"ib0.1"}
+
+
 def test_an_interface_that_cannot_be_said_or_counted_costs_itself_alone(tmp_path: Path) -> None:
     """The kernel allows everything in a name but blanks, slashes and colons."""
     counts = " 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n"

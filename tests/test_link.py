@@ -475,10 +475,10 @@ def test_a_port_of_which_the_tool_says_nothing_any_more_is_unknown_and_not_down(
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (None, "ibstat: not installed, ibstatus: not installed"),
-        ("true", "ibstat: tells of no port, ibstatus: not installed"),
-        ("echo ibpanic >&2; exit 255", "ibstat: exited with 255: ibpanic, ibstatus: not installed"),
-        ("echo CA; echo Port; echo State: Active", "ibstat: tells of no port, ibstatus: not installed"),
+        (None, "neither ibstat nor ibstatus is installed"),
+        ("true", "ibstat knows none either"),
+        ("echo ibpanic >&2; exit 255", "ibstat: exited with 255: ibpanic"),
+        ("echo CA; echo Port; echo State: Active", "ibstat knows none either"),
     ],
 )
 def test_no_answer_is_unknown_and_said(script: str | None, said: str, tmp_path: Path) -> None:  # A58
@@ -487,8 +487,17 @@ def test_no_answer_is_unknown_and_said(script: str | None, said: str, tmp_path: 
     collector, nics = hidden(tmp_path, path)
     assert over(collector, 2) == []
     assert nics.read() == []
-    looked = f"no RDMA device here ({tmp_path}/class/infiniband is not there), {said}"
+    looked = f"no RDMA device here ({tmp_path}/class/infiniband is not there; {said})"
     assert collector.missing == nics.missing == looked
+
+
+def test_that_both_tools_know_no_device_is_said_in_few_words(tmp_path: Path) -> None:
+    path = tool(tmp_path / "bin", "true")
+    tool(tmp_path / "bin", "echo 'Fatal error:  No devices' >&2; exit 255", "ibstatus")
+    collector, _ = hidden(tmp_path, path)
+    over(collector, 1)
+    looked = f"{tmp_path}/class/infiniband is not there; ibstat and ibstatus know none either"
+    assert collector.missing == f"no RDMA device here ({looked})"
 
 
 def test_ibstatus_is_asked_where_ibstat_fails(tmp_path: Path) -> None:  # A57
