@@ -127,7 +127,9 @@ SysRoot = Annotated[
 OutputAs = Annotated[Output, typer.Option(help="Text for people, or a JSON document a line for programs.")]
 
 
-@app.command(cls=Verb, context_settings={"allow_interspersed_args": False})
+@app.command(
+    cls=Verb, short_help="Run a command and say why it is slow.", context_settings={"allow_interspersed_args": False}
+)
 def run(
     command: Annotated[list[str], typer.Argument(metavar="CMD", hidden=True, help="The command, with its arguments.")],
     job: Annotated[str, typer.Option(metavar="NAME", help="The job's name, the same on every node.")] = "",
@@ -156,7 +158,7 @@ def run(
     )
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Say what a recording tells.")
 def replay(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", parser=_path, help="A recording: a file, or a folder of files.")
@@ -177,7 +179,7 @@ def replay(
     raise typer.Exit(analyzer.replay(path, output, speed, cluster, follow))
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Record what this node and its ranks tell.")
 def record(
     path: Annotated[
         str, typer.Argument(metavar="PATH", callback=_given, help="A file (.lp, .lp.gz, .lp.zst), or a folder.")
@@ -194,7 +196,7 @@ def record(
     _collect(socket, host, path, cluster, exclude)
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Collect, record and analyze on a node, all the time.")
 def agent(
     socket: Socket = None,
     host: Host = "",
@@ -222,7 +224,7 @@ def agent(
     _collect(socket, host, record, cluster, exclude)
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Print what the devices of this node tell.")
 def read(
     once: Annotated[bool, typer.Option("--once", help="Say what this node says now, and end.")] = False,
     on_request: Annotated[
@@ -239,6 +241,10 @@ def read(
 
     It is an input for Telegraf, too: inputs.execd with signal = "none", or with --on-request and signal = "STDIN".
     """
+    if once and on_request:
+        raise typer.BadParameter(
+            "one of them: it reads once, or as often as it is asked", param_hint="--once/--on-request"
+        )
     from diagnosd import reader  # noqa: PLC0415
 
     if once:
@@ -246,7 +252,7 @@ def read(
     reader.read(host, _socket(socket), sys_root, exclude or (), on_request=on_request)
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Say what this node is, and what is not known of it.")
 def inventory(
     host: Host = "",
     exclude: Exclude = None,
@@ -263,7 +269,7 @@ def inventory(
     raise typer.Exit(node.inventory(host, sys_root, exclude or (), _socket(socket), output))
 
 
-@app.command("yield", cls=Verb)
+@app.command("yield", cls=Verb, short_help="Have every device let go of for a while.")
 def yield_(
     length: Annotated[
         str, typer.Option("--for", metavar="TIME", help="For how long: 90s, 15m, 2h; at most 24h.")

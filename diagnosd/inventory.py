@@ -313,8 +313,9 @@ class Place(NamedTuple):
     path: str
 
 
+GPUS = "GPUs"
 PLACES = (
-    Place("GPUs", lambda found: found.gpus, "sys", "bus/pci/devices"),
+    Place(GPUS, lambda found: found.gpus, "sys", "bus/pci/devices"),
     Place("RDMA ports", lambda found: any(nic.device for nic in found.nics or ()), "sys", "class/infiniband"),
     Place("network interfaces", lambda found: any(nic.netdev for nic in found.nics or ()), "sys", "class/net"),
     Place("kernel", lambda found: found.software and found.software.kernel, "proc", "sys/kernel/osrelease"),
@@ -327,9 +328,13 @@ PLACES = (
 def missing(machine: Machine, seen: Seen) -> Iterator[tuple[str, Sequence[str]]]:
     """What is not known, and where it was looked for or why it cannot be."""
     found = seen.inventory
+    of_gpus = [each for each in seen.words if _is_of_gpus(each)]
     for place in PLACES:
         if not place.known(found):
-            yield place.what, [f"{path}: {_state_of(path)}" for path in _tried(machine, place)]
+            tried = [f"{path}: {_state_of(path)}" for path in _tried(machine, place)]
+            yield place.what, [*tried, *(of_gpus if place.what == GPUS else ())]
+    if found.gpus and of_gpus:
+        yield GPUS, of_gpus
     gpus, nics = found.gpus or (), found.nics or ()
     devices: list[Gpu | Nic] = [*gpus, *(nic for nic in nics if nic.device)]
     unnamed = [gpu.pci or "?" for gpu in gpus if not gpu.uuid]
@@ -345,8 +350,12 @@ def missing(machine: Machine, seen: Seen) -> Iterator[tuple[str, Sequence[str]]]
     if gpus and not (found.software and found.software.acs):
         root = machine.live and os.geteuid() != 0
         yield "ACS", ["switches show it to root alone" if root else "no switch above a GPU or NIC that shows it"]
-    if seen.words:
-        yield "the reader says", seen.words
+    if others := [each for each in seen.words if not _is_of_gpus(each)]:
+        yield "also", others
+
+
+def _is_of_gpus(sentence: str) -> bool:
+    return "nvml" in sentence.lower() or "NVIDIA" in sentence
 
 
 def _lines(rows: Iterable[tuple[str, Sequence[str]]]) -> Iterator[str]:

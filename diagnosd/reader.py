@@ -40,6 +40,7 @@ FILES = 65536  # that we may open: an HCA's counters are some dozen files a port
 # while it asks a GPU has frozen it).
 LEAVE_S, LAST_S = 1.0, 60.0
 STDOUT = "stdout"
+DEVICES = "GPUs, RDMA ports, NICs' drivers, disks and the inventory"  # what `hardware` reads
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -160,7 +161,9 @@ def once(host: str, socket: Path, sys_root: Path | None, exclude: Iterable[str])
         said = encode(_united(collectors, reads=2 if machine.live else 1))
         with suppress(BrokenPipeError):
             _write(out, said)
-        _tell([*(each.missing for each in collectors), until and f"devices are left alone until {yields.clock(until)}"])
+        _tell(
+            [*(each.missing for each in collectors), until and f"{DEVICES} are left alone until {yields.clock(until)}"]
+        )
         code = 0
     except KeyboardInterrupt:
         code = 130

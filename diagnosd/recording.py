@@ -333,8 +333,10 @@ class _Source:
 
     def nothing(self) -> str:
         """Why this file has given no point."""
-        if self.first:
-            return f"{self.first}. Not a recording, or damaged at its beginning"
+        line = self.decoder.counts.first_bad
+        wrong = self._text.first if self._text and self._text.first else line and f"line {line[0]}: {line[1]}"
+        if wrong:
+            return f"{self.path} is no recording, or is damaged at its beginning: {wrong}"
         if self.torn:
             return f"{self.path}: not a recording, or cut in its first line"
         return f"{self.path}: the recording is empty: nothing was recorded, or nothing has been flushed yet"

@@ -44,6 +44,9 @@ def begin(socket: Path, seconds: float) -> str:
     file = socket.absolute().parent / FILE
     try:
         _write(file, datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds") + "\n")
+    except FileNotFoundError as error:
+        told = f"no agent has its socket in {file.parent}; where it is elsewhere, --socket PATH names it"
+        raise OSError(told) from error
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error.strerror}; --socket PATH is the agent's") from error
     time.sleep(SEEN_S)

@@ -162,9 +162,12 @@ def written(text: bytes) -> Callable[[Path], Path]:
         (lambda folder: folder / "missing.lp", "missing.lp: no such recording"),
         (lambda folder: folder, "no recording in this folder"),
         (written(b""), "the recording is empty"),
-        (written(b"Dear diary,\n"), "recording.lp:1: want field=value"),
+        (
+            written(b"Dear diary,\n"),
+            "recording.lp is no recording, or is damaged at its beginning: line 1: want field=value",
+        ),
         (written(b"# diagnosd-recording 9 {}\nm value=1i 1800000000000000000\n"), "version 9"),
-        (written(os.urandom(4096)), "Not a recording"),
+        (written(os.urandom(4096)), "is no recording, or is damaged at its beginning: "),
     ],
     ids=["missing", "folder", "empty", "prose", "version", "noise"],
 )

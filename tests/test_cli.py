@@ -59,6 +59,7 @@ def test_help_names_every_verb() -> None:
     said = diagnosd("--help").stdout
     assert {"run", "replay", "record", "agent", "read", "yield"} <= set(VERBS)
     assert all(re.search(rf"^  {verb} ", said, re.MULTILINE) for verb in VERBS)
+    assert "..." not in said.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -97,6 +98,7 @@ def test_every_option_has_a_sentence(verb: str, name: str) -> None:
         ["agent"],
         ["agent", "--analyze", "--socket", ""],
         ["agent", "--host", ""],
+        ["read", "--once", "--on-request"],
     ],
 )
 def test_a_usage_error_is_said_and_ends_with_2(arguments: Sequence[str]) -> None:
@@ -129,7 +131,7 @@ def test_the_version_is_told() -> None:
         (["replay", "missing.lp"], "missing.lp: no such recording"),
         (["replay", "loop.lp"], "loop.lp: cannot be read: Too many levels of symbolic links"),
         (["replay", "pipe.lp"], "pipe.lp: neither a file nor a folder"),
-        (["replay", "text.lp"], "text.lp:1: "),
+        (["replay", "text.lp"], "text.lp is no recording, or is damaged at its beginning: line 1: "),
         (["record", "pipe.lp"], "pipe.lp: exists and is no file: record under another name"),
         (["record", "missing/x.lp"], "missing/x.lp: cannot be written: there is no folder missing"),
         (["record", "missing/new/"], "missing/new/: cannot be made: there is no folder missing"),

@@ -738,6 +738,15 @@ def test_the_topology_of_one_gpu_is_that_of_nvidia_smi(tmp_path: Path) -> None:
     assert found["gpus"][0]["numa"] == 0
 
 
+def test_why_no_gpu_is_known_stands_with_the_gpus_and_other_words_by_themselves(tmp_path: Path) -> None:
+    words = ["no NVIDIA driver here (none)", "node did not answer"]
+    here = captured("n01", tmp_path)
+    said = program.text("n01", here, program.Seen(decode_node("{}"), words)).splitlines()
+    at = next(number for number, line in enumerate(said) if line.startswith("  GPUs "))
+    assert "no NVIDIA driver here (none)" in [line.strip() for line in said[at : at + 3]]
+    assert said[-1].split(maxsplit=1) == ["also", "node did not answer"]
+
+
 def test_a_folder_that_holds_no_machine_says_where_it_was_looked_for(tmp_path: Path) -> None:  # A42, A66
     done = CliRunner().invoke(app, ["inventory", "--sys-root", str(root := tmp_path)])
     assert done.exit_code == 1

@@ -403,6 +403,9 @@ class TestWhatIsLostWhileItIsFollowed:
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + bytes(range(256)) * 20
 
 
+NONE = " is no recording, or is damaged at its beginning"
+
+
 class TestWhatIsNoRecording:
     @pytest.mark.parametrize(
         ("name", "content", "complaint"),
@@ -410,11 +413,11 @@ class TestWhatIsNoRecording:
             ("a.lp", b"", "a.lp: the recording is empty"),
             ("a.lp", b"# diagnosd-recording 1 {}\n\n", "a.lp: the recording is empty"),
             ("a.lp.zst", b"", "a.lp.zst: the recording is empty"),
-            ("a.lp", PNG, "a.lp:1: "),
-            ("a.lp.zst", PNG, "a.lp.zst: frame at byte 0: "),
-            ("a.lp.gz", PNG, "a.lp.gz: frame at byte 0: "),
-            ("a.lp", b"time,value\n1,2\n", "a.lp:1: want 'measurement"),
-            ("a.lp", b"net,host=a,interface=b bytes_sent=1i 1792000000\n", "a.lp:1: the time is not in nanoseconds"),
+            ("a.lp", PNG, f"a.lp{NONE}: line 1: "),
+            ("a.lp.zst", PNG, f"a.lp.zst{NONE}: frame at byte 0: "),
+            ("a.lp.gz", PNG, f"a.lp.gz{NONE}: frame at byte 0: "),
+            ("a.lp", b"time,value\n1,2\n", f"a.lp{NONE}: line 1: want 'measurement"),
+            ("a.lp", b"net,host=a,interface=b bytes_sent=1i 1792000000\n", f"a.lp{NONE}: line 1: the time is not in"),
             ("a.lp", b"\x00" * 100, "a.lp: the recording is empty"),
             ("a.lp", b"x", "a.lp: not a recording, or cut in its first line"),
             ("a.lp", b"# diagnosd-recording 2 {}\n", "a.lp:1: a recording of version 2; this diagnosd reads version 1"),

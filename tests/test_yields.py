@@ -60,7 +60,16 @@ def test_yield_says_what_it_did_and_takes_it_back(tmp_path: Path) -> None:
     assert diagnosd_yield(tmp_path, "--for", "25h").returncode == 2
     nowhere = diagnosd_yield(tmp_path / "none")
     assert nowhere.returncode == 1
-    assert f"{tmp_path}/none/yield cannot be written: No such file or directory" in nowhere.stderr
+    assert (
+        f"no agent has its socket in {tmp_path}/none; where it is elsewhere, --socket PATH names it" in nowhere.stderr
+    )
+
+
+def test_what_is_read_once_meanwhile_says_what_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "yield").write_text("")
+    command = [sys.executable, "-m", "diagnosd", "read", "--once", "--socket", str(tmp_path / "probe.sock")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr
+    assert "GPUs, RDMA ports, NICs' drivers, disks and the inventory are left alone until " in said
 
 
 @pytest.mark.parametrize("to", ["/proc/uptime", "/proc", "there"])
