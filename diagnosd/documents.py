@@ -65,6 +65,8 @@ class Parallel(_Document, frozen=True):
     replicate: int | None = None
     zero: int | None = None  # 0 to 3; 3 is FSDP
     overlap_grad: bool | None = None
+    overlap_tp: bool | None = None  # tensor-parallel communication beside the matrix products
+    sequence_parallel: bool | None = None
     schedule: str | None = None
 
 
@@ -250,7 +252,16 @@ class ClusterSpec(_Document, frozen=True):
     currency: str | None = None
 
 
-FABRIC_KINDS = ("infiniband", "roce", "efa", "ethernet")
+FABRIC_KINDS = ("infiniband", "roce", "efa", "ethernet", "fastrak", "omnipath")
+
+
+class Plan(_Document, frozen=True):
+    """A job that is not running yet, on machines that it may get: a `JOB.toml`."""
+
+    job: JobSpec | None = None
+    cluster: ClusterSpec | None = None
+    nodes: Annotated[int, Meta(ge=1, le=10**6)] | None = None
+
 
 _D = TypeVar("_D", bound=_Document)
 
@@ -310,35 +321,60 @@ def _by_number(ranks: tuple[Rank, ...]) -> tuple[Rank, ...] | None:
 
 def cluster_from_toml(text: bytes, name: str) -> ClusterSpec:
     """What the operators declare. DocumentError names the file, the key, what stands there and what is allowed."""
+    spec = _from_toml(text, name, ClusterSpec)
+    _check_fabric(spec, f"{name}: ")
+    return spec
+
+
+def plan_from_toml(text: bytes, name: str) -> Plan:
+    """A job and its machines, as for cluster_from_toml; the ranks' places are not part of a plan."""
+    plan = _from_toml(text, name, Plan)
+    if plan.cluster:
+        _check_fabric(plan.cluster, f"{name}: cluster.")
+    return plan
+
+
+def _check_fabric(spec: ClusterSpec, above: str) -> None:
+    if spec.fabric and spec.fabric.kind not in (None, *FABRIC_KINDS):
+        raise DocumentError(f"{above}fabric.kind: found {spec.fabric.kind!r}; allowed are {', '.join(FABRIC_KINDS)}")
+
+
+def _from_toml(text: bytes, name: str, kind: type[_D]) -> _D:
     try:
         table = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{name}: not TOML: {error}") from error
     try:
-        _check_keys(table, ClusterSpec, "")
-        spec = msgspec.convert(table, ClusterSpec)
-        if spec.fabric and spec.fabric.kind not in (None, *FABRIC_KINDS):
-            raise DocumentError(f"fabric.kind: found {spec.fabric.kind!r}; allowed are {', '.join(FABRIC_KINDS)}")
+        _check_keys(table, kind, "")
+        return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         raise DocumentError(f"{name}: {_explained(error, table)}") from error
     except DocumentError as error:
         raise DocumentError(f"{name}: {error}") from error
-    return spec
 
 
-_TABLES: Mapping[str, type[_Document]] = {"fabric": Fabric, "node": Node}
+_TABLES: Mapping[str, type[_Document]] = {
+    "fabric": Fabric,
+    "node": Node,
+    "job": JobSpec,
+    "cluster": ClusterSpec,
+    "model": Model,
+    "batch": Batch,
+    "parallel": Parallel,
+    "data": Loading,
+    "checkpoint": Checkpoint,
+}
 
 
 def _check_keys(table: dict[str, Any], kind: type[_Document], above: str) -> None:
+    allowed = [key for key in kind.__struct_encode_fields__ if key != "ranks"]
     for key, value in table.items():
-        if key not in kind.__struct_fields__:
-            near = get_close_matches(key, kind.__struct_fields__, n=1)
+        if key not in allowed:
+            near = get_close_matches(key, allowed, n=1)
             hint = f" (do you mean {near[0]}?)" if near else ""
-            raise DocumentError(
-                f"{above}{_plainly(key)}: no such key{hint}; allowed are {', '.join(kind.__struct_fields__)}"
-            )
+            raise DocumentError(f"{above}{_plainly(key)}: no such key{hint}; allowed are {', '.join(allowed)}")
         if key in _TABLES and isinstance(value, dict):
-            _check_keys(value, _TABLES[key], f"{key}.")
+            _check_keys(value, _TABLES[key], f"{above}{key}.")
 
 
 def _plainly(key: str) -> str:
@@ -349,10 +385,13 @@ def _plainly(key: str) -> str:
 _COMPLAINT = re.compile(r"Expected (?P<want>.*?)(?:, got `\w+`)?(?: - at `\$\.?(?P<path>.*)`)?")
 _WORDS = {"float": "a number", "int": "a whole number", "str": "text", "bool": "true or false", "array": "a list"}
 _EXAMPLES = {
+    "nodes": "a whole number from 1",
     "fabric": "a table: [fabric]",
     "node": "a table: [node]",
     "racks": 'a list of hosts for each rack: r1 = ["n01", "n02"]',
     "leaves": 'a list of hosts, or of HOST/DEVICE, for each leaf switch: leaf1 = ["n01", "n02/mlx5_3"]',
+    "job": "a table: [job]",
+    "cluster": "a table: [cluster]",
     "storage": 'the system behind each path: "/data" = "lustre1"',
 }
 
@@ -365,7 +404,8 @@ def _explained(error: msgspec.ValidationError, table: dict[str, Any]) -> str:
     found: Any = table
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else found
-    return f"{path}: found {found!r:.60}; allowed is {_EXAMPLES.get(path) or _plain(said['want'])}"
+    allowed = _EXAMPLES.get(path.removeprefix("cluster.")) or _plain(said["want"])
+    return f"{path}: found {found!r:.60}; allowed is {allowed}"
 
 
 def _plain(want: str) -> str:

@@ -194,7 +194,7 @@ class TestClusterToml:
             ("storage.x = 3", "cluster.toml: storage: found {'x': 3}; allowed is the system behind each path"),
             (
                 'fabric.kind = "ib"',
-                "cluster.toml: fabric.kind: found 'ib'; allowed are infiniband, roce, efa, ethernet",
+                "cluster.toml: fabric.kind: found 'ib'; allowed are infiniband, roce, efa, ethernet, fastrak, omnipath",
             ),
             ("fabric.x = 3", "cluster.toml: fabric.x: no such key; allowed are kind, rate_gbps"),
             ("nodes.gpus = 8", "cluster.toml: nodes: no such key (do you mean node?); allowed are name, fabric, node"),
