@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from diagnosd import __version__
 from diagnosd.wording import own_mistake, said
@@ -40,6 +40,15 @@ class Verb(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
+class JobFirst(TyperGroup):
+    """A group of verbs that also takes a file in their place: `model JOB.toml` is `model job JOB.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["job", *args]
+        return super().parse_args(ctx, args)
 
 
 class Output(StrEnum):
@@ -292,6 +301,95 @@ def yield_(
         raise typer.BadParameter(str(error), param_hint="--for") from error
     at = _socket(socket)
     print(f"diagnosd: {yields.end(at) if end else yields.begin(at, seconds)}")
+
+
+plan = typer.Typer(cls=JobFirst, no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(
+    plan,
+    name="model",
+    help="""Say what a job should take on machines that it may get, and how well the model tells published figures.
+
+    Example: diagnosd model JOB.toml
+
+    `diagnosd model job -h` has the options of what if.
+    """,
+)
+
+
+class Refit(StrEnum):
+    leave_one_source_out = "leave-one-source-out"
+
+
+class Switch(StrEnum):
+    on = "on"
+    off = "off"
+
+
+Table = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", exists=True, dir_okay=False, help="Published step times, or nccl-tests curves, as .csv."
+    ),
+]
+
+
+@plan.command(cls=Verb, name="job")
+def model_job(
+    path: Annotated[
+        Path, typer.Argument(metavar="JOB.toml", exists=True, dir_okay=False, help="[job], [cluster] and nodes = N.")
+    ],
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="On so many nodes.")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="With these GPUs: H100-SXM, ...")] = None,
+    nics: Annotated[int | None, typer.Option(metavar="N", min=1, help="With so many NICs a node.")] = None,
+    rate: Annotated[float | None, typer.Option(metavar="GBITS", min=1e-3, help="Of so many Gbit/s.")] = None,
+    fabric: Annotated[str | None, typer.Option(metavar="KIND", help="On infiniband, roce, efa, ethernet, ...")] = None,
+    gdr: Annotated[Switch | None, typer.Option(help="Whether NICs reach the GPUs' memory.")] = None,
+    tp: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tensor parallel.")] = None,
+    pp: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pipeline parallel.")] = None,
+    cp: Annotated[int | None, typer.Option(metavar="N", min=1, help="Context parallel.")] = None,
+    micro: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of a micro-batch.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of a step.")] = None,
+    write_rate: Annotated[
+        float | None,
+        typer.Option(metavar="GBYTES", min=1e-3, help="Checkpoints stop training, written at so many GB/s."),
+    ] = None,
+    output: OutputAs = Output.text,
+) -> None:
+    """Say what a step of this job should take, and of what it is made up; options say what if.
+
+    Example: diagnosd model --nics 4 --rate 200 JOB.toml
+    """
+    with _analysis(ERROR):
+        from diagnosd import plan as planned  # noqa: PLC0415
+    direct = None if gdr is None else gdr == Switch.on
+    asked = planned.WhatIf(nodes, gpu, nics, rate, fabric, direct, tp, pp, cp, micro, batch, write_rate)
+    raise typer.Exit(planned.model(path, asked, output))
+
+
+@plan.command(cls=Verb)
+def validate(
+    path: Table,
+    refit: Annotated[Refit | None, typer.Option(help="Fit the constants anew, without each source in turn.")] = None,
+    output: OutputAs = Output.text,
+) -> None:
+    """Say how well published step times, or nccl-tests curves, are told.
+
+    Example: diagnosd model validate --refit leave-one-source-out steps.csv
+    """
+    with _analysis(ERROR):
+        from diagnosd import plan as planned  # noqa: PLC0415
+    raise typer.Exit(planned.validate(path, output, refit=refit is not None))
+
+
+@plan.command(cls=Verb)
+def fit(path: Table) -> None:
+    """Fit the model's constants on published step times, and print them as analysis/model/constants.py has them.
+
+    Example: diagnosd model fit steps.csv > analysis/model/constants.py
+    """
+    with _analysis(ERROR):
+        from diagnosd import fit as fitted  # noqa: PLC0415
+    print(fitted.written(path), end="")
 
 
 def _collect(socket: Path | None, host: str, record: str, cluster: Path | None, exclude: list[str] | None) -> None:
