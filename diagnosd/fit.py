@@ -40,7 +40,7 @@ SHIPPED = Constants()
 
 def written(path: Path) -> str:
     """The text of constants.py."""
-    cases = step_cases(rows(path.read_text()))
+    cases, _ = step_cases(rows(path.read_text()))
     found = fit(cases)
     figures = {name: getattr(found, name) for name in Constants.__dataclass_fields__}
     return TEXT.format(file=path.name, count=len(cases), sources=len({case.source for case in cases}), **figures)

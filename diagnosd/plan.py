@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -140,7 +141,8 @@ def _page(shown: Expectation, plan: Plan, what_if: WhatIf) -> Iterator[str]:
     yield ""
     yield f"  {'a step':22}{_interval(shown.step)}, in nine of ten jobs that are well set up"
     rate = shown.tokens_per_second.value
-    yield f"  {'tokens':22}{digits(rate)} a second, {digits(rate / shown.ranks)} of a GPU"
+    unit = "tokens" if shown.workload.model.seq > 1 else "samples"
+    yield f"  {unit:22}{digits(rate)} a second, {digits(rate / shown.ranks)} of a GPU"
     full, causal = (percent(shown.mfu[name].value) for name in ("full", "causal"))
     yield f"  {'MFU':22}{full} with all attention scores counted, {causal} with the causal half"
     yield ""
@@ -225,28 +227,38 @@ def _checkpoint(work: Workload, ranks: int, what_if: WhatIf) -> dict[str, float]
 
 
 def _scaling(shown: Expectation) -> Iterator[str]:
-    found = scaling(shown)
-    if len(found) < 2:
+    grown, same = scaling(shown), dict(scaling(shown, grow=False))
+    if len(grown) < 2:
         return
+    (fewest, first), *_ = grown
     yield ""
-    yield f"  {'nodes':22}" + "".join(f"{nodes:>8}" for nodes, _ in found)
-    yield f"  {'a step, weak':22}" + "".join(f"{seconds(each.step.value):>8}" for _, each in found)
-    first = found[0][1].step.value
-    shares = (upkeep.weak_scaling(first, each.step.value) for _, each in found)
-    yield f"  {'efficiency':22}" + "".join(f"{percent(share):>8}" for share in shares)
+    yield f"  {'nodes':22}" + "".join(f"{nodes:>8}" for nodes, _ in grown)
+    yield f"  {'batch grows with them':22}" + "".join(f"{seconds(each.step.value):>8}" for _, each in grown)
+    weak = [percent(upkeep.weak_scaling(first.step.value, each.step.value)) for _, each in grown]
+    yield f"  {'efficiency':22}" + "".join(f"{share:>8}" for share in weak)
+    if fewest in same and len(same) > 1:
+        times = [same[nodes].step.value if nodes in same else None for nodes, _ in grown]
+        yield f"  {'batch of the job':22}" + "".join(f"{seconds(time) if time else '-':>8}" for time in times)
+        strong = [
+            percent(upkeep.strong_scaling(fewest, same[fewest].step.value, nodes, time)) if time else "-"
+            for (nodes, _), time in zip(grown, times, strict=True)
+        ]
+        yield f"  {'efficiency':22}" + "".join(f"{share:>8}" for share in strong)
 
 
-def scaling(shown: Expectation) -> list[tuple[int, Expectation]]:
-    """From the fewest nodes that hold one replica to those of the job, the batch growing with them."""
+def scaling(shown: Expectation, *, grow: bool = True) -> list[tuple[int, Expectation]]:
+    """From the fewest nodes that hold one replica to those of the job, with a batch that grows with them or is that of
+    the job; a number of nodes over which it cannot be divided is left out.
+    """
     work, machine = shown.workload, shown.machine
     most = -(-shown.ranks // machine.gpus)
     found = []
     for nodes in [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]:
-        ranks, replica = nodes * machine.gpus, work.layout.tp * work.layout.cp * work.layout.pp
-        if ranks % replica or work.layout.ep * work.layout.etp > ranks // work.layout.pp:
+        dp, left = divmod(nodes * machine.gpus, work.layout.tp * work.layout.cp * work.layout.pp)
+        batch = work.batch // work.layout.dp * dp if grow else work.batch
+        expert = work.layout.ep * work.layout.etp
+        if left or not dp or batch % (dp * work.micro) or expert > dp * work.layout.tp * work.layout.cp:
             continue
-        dp = ranks // replica
-        batch = work.batch // work.layout.dp * dp
         layout = replace(work.layout, dp=dp, shard=min(work.layout.shard, dp) if work.layout.shard else None)
         found.append((nodes, expected(replace(work, layout=layout, batch=batch), machine)))
     return found
@@ -269,6 +281,7 @@ def _document(shown: Expectation, plan: Plan, what_if: WhatIf) -> dict[str, Any]
         "hidden_margin": asdict(shown.hidden_margin) if shown.hidden_margin else None,
         "checkpoint": _checkpoint(shown.workload, shown.ranks, what_if),
         "scaling": [{"nodes": nodes, "step_s": each.step.value} for nodes, each in scaling(shown)],
+        "strong_scaling": [{"nodes": nodes, "step_s": each.step.value} for nodes, each in scaling(shown, grow=False)],
         "assumed": [{"key": each.key, "value": each.value} for each in shown.assumed],
     }
 
@@ -281,27 +294,28 @@ SCALAR_TABLE = "one scalar per series, learned on its smallest run"
 
 
 def validate(path: Path, output: str, *, refit: bool) -> int:
-    """The tables of errors over a file of published figures."""
+    """The tables of errors over a file of published figures; 1 where a row had to be left out."""
     try:
         table = rows(path.read_text())
-        tables = _curves(table) if are_curves(table) else _steps(table, refit=refit)
+        tables, left_out = _curves(table) if are_curves(table) else _steps(table, refit=refit)
     except (UnicodeDecodeError, ValueError) as error:
         raise DocumentError(f"{path}: {error}") from error
-    if output == "json":
-        for title, scores in tables.items():
-            print(
-                msgspec.json.encode(
-                    {"type": "scores", "table": title, "scores": [asdict(each) for each in scores]}
-                ).decode()
-            )
-        return 0
     for number, (title, scores) in enumerate(tables.items()):
-        print(("\n" if number else "") + "\n".join(_table(title, scores)))
-    return 0
+        if output == "json":
+            document = {"type": "scores", "table": title, "scores": [asdict(each) for each in scores]}
+            print(msgspec.json.encode(document).decode())
+        else:
+            print(("\n" if number else "") + "\n".join(_table(title, scores)))
+    for row in left_out:
+        print(f"diagnosd: {path}: {row}; the row is left out", file=sys.stderr)
+    return 1 if left_out else 0
 
 
-def _steps(table: Sequence[Mapping[str, str]], *, refit: bool) -> dict[str, list[scoring.Score]]:
-    cases = step_cases(table)
+Tables = dict[str, list[scoring.Score]]
+
+
+def _steps(table: Sequence[Mapping[str, str]], *, refit: bool) -> tuple[Tables, list[str]]:
+    cases, left_out = step_cases(table)
     tables = {SHIPPED_TABLE: scoring.expected(cases)}
     if refit:
         tables[REFIT_TABLE] = scoring.leave_one_source_out(cases)
@@ -311,7 +325,7 @@ def _steps(table: Sequence[Mapping[str, str]], *, refit: bool) -> dict[str, list
     scores = [scoring.score("runs that differ in scale alone", series)] if series else []
     for name, grid, rank in scoring.grids(cases, lines):
         scores.append(scoring.score(f"layouts of {name}", grid, rank=rank))
-    return found | {SCALAR_TABLE: scores}
+    return found | {SCALAR_TABLE: scores}, left_out
 
 
 def _by_source(cases: Sequence[Any], lines: Sequence[scoring.Line], *, apart: bool) -> list[scoring.Score]:
@@ -326,14 +340,15 @@ def _by_source(cases: Sequence[Any], lines: Sequence[scoring.Line], *, apart: bo
     return whole
 
 
-def _curves(table: Sequence[Mapping[str, str]]) -> dict[str, list[scoring.Score]]:
-    points = curve_points(table)
-    return {
+def _curves(table: Sequence[Mapping[str, str]]) -> tuple[Tables, list[str]]:
+    points, left_out = curve_points(table)
+    tables = {
         SHIPPED_TABLE: _by_system(scoring.curves(points)),
         SCALAR_TABLE + ": its smallest message tells the latency": _by_system(
             scoring.curves(points, scoring.latencies(points))
         ),
     }
+    return tables, left_out
 
 
 def _by_system(curves: Mapping[str, list[scoring.Line]]) -> list[scoring.Score]:
@@ -341,7 +356,7 @@ def _by_system(curves: Mapping[str, list[scoring.Line]]) -> list[scoring.Score]:
     if not everything:
         return []
     systems = [scoring.score(system, lines) for system, lines in curves.items()]
-    return [scoring.score("all all-reduces from 1 MiB on", everything), *systems]
+    return [scoring.score("all messages from 1 MiB on", everything), *systems]
 
 
 def _table(title: str, scores: Sequence[scoring.Score]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diagnosd.analysis.model import collectives, flops, hardware, scoring, traffic, upkeep
+from diagnosd.analysis.model import calibration, collectives, counterfactual, flops, hardware, scoring, traffic, upkeep
 from diagnosd.analysis.model.collectives import Group
 from diagnosd.analysis.model.constants import Constants
 from diagnosd.analysis.model.expectation import expect, expected
@@ -353,6 +353,21 @@ def test_tokens_of_a_large_vocabulary_take_four_bytes() -> None:  # 2-41
     assert upkeep.token_bytes(50_257) == 2
 
 
+def test_a_deeper_queue_rides_out_a_loader_whose_times_vary() -> None:
+    assert upkeep.starving(0.9, 0.5, 1.0, 16) < upkeep.starving(0.9, 0.5, 1.0, 1) < 0.5
+    assert upkeep.starving(1.1, 0.0, 1.0, 8) == 1.0
+
+
+def test_all_wait_for_the_last_of_ranks_that_jitter() -> None:
+    assert upkeep.slowest_of(1024, 1.0, 0.02) == near(1.0745)
+    assert upkeep.slowest_of(1, 1.0, 0.02) == 1.0
+
+
+def test_efficiency_of_scale_is_of_the_same_batch_or_of_one_that_grows() -> None:
+    assert upkeep.strong_scaling(256, 40.0, 768, 15.2) == near(0.877)
+    assert upkeep.weak_scaling(12.27, 12.33) == near(0.995)
+
+
 def test_a_loader_stalls_by_what_its_workers_cannot_keep_up_with() -> None:
     assert upkeep.loading_stall(2.0, 1.5) == 0.5
     assert upkeep.loading_stall(2.0, 1.5, workers=2) == 0.0
@@ -468,6 +483,24 @@ def test_a_machine_that_is_less_than_declared_is_told_and_the_expectation_stays_
     assert "17 active" in seen.differences[2].text
 
 
+def test_of_another_model_its_declared_flops_are_expected_and_the_interval_is_wide() -> None:
+    cluster = ClusterSpec(node=Node(gpu="A100-SXM", gpus=8, nics=8, nic_rate_gbps=200))
+    resnet = JobSpec(
+        model=Model(params=25.6e6, flops_per_sample=24.6e9), batch=Batch(global_=2048, micro=256), dtype="bf16"
+    )
+    seen = expect(resnet, cluster, ranks=8)
+    assert seen.terms["products"].value == near(2048 * 24.6e9 / 8 / (312e12 * 0.87 * Constants().products))
+    assert seen.step.high > 1.4 * seen.step.value
+
+
+def test_a_network_whose_switches_add_up_moves_gradients_in_half_the_time() -> None:
+    work = Workload(LLAMA_8B, Layout(dp=64), 64, 1)
+    plain, sharp = (
+        step(work, replace(machine(nics=2), sharp=sharp)).communication["gradients"] for sharp in (False, True)
+    )
+    assert float(plain / sharp) == near(2 * 63 / 64, within=1e-9)
+
+
 def test_what_each_link_carries_in_a_step_is_between_what_trees_and_what_rings_send() -> None:
     work = Workload(LLAMA_8B, Layout(dp=16), 16, 1, grad_bytes=2)
     seen = expected(work, machine())
@@ -579,9 +612,17 @@ def test_a_system_s_name_says_what_its_machines_are(system: str, gpu: str, kind:
     assert (one.gpu.name, one.fabric.kind, one.nics, one.nic_rate) == (gpu, kind, nics, gbps * 1e9)
 
 
+def test_a_curve_of_another_collective_is_told_by_its_name_or_column() -> None:
+    table = rows(f"system,ranks,bytes,time_us,op\nH200 1x8 all-gather,8,{2**34},41640,\nH200 1x8,8,{2**34},62648,\n")
+    (gather, reduce), left_out = curve_points(table)
+    assert (gather.op, reduce.op, left_out) == ("all_gather", "all_reduce", [])
+    lines = [line for group in scoring.curves([gather, reduce]).values() for line in group]
+    assert [abs(line.error) < 0.05 for line in lines] == [True, True]
+
+
 @needs_validation
 def test_published_step_times_are_told_as_well_as_was_promised() -> None:
-    cases = step_cases(rows(STEPS.read_text()))
+    cases, _ = step_cases(rows(STEPS.read_text()))
     lines = scoring.leave_one_source_out(cases)
     unseen = scoring.score("unseen", lines)
     mfu = scoring.score("mfu", scoring.constant_mfu(cases, apart=True), intervals=False)
@@ -601,13 +642,13 @@ def test_published_step_times_are_told_as_well_as_was_promised() -> None:
 
 @needs_validation
 def test_published_curves_are_told_as_well_as_was_promised() -> None:
-    curves = scoring.curves(curve_points(rows(CURVES.read_text())))
+    curves = scoring.curves(curve_points(rows(CURVES.read_text()))[0])
     assert scoring.score("curves", [line for lines in curves.values() for line in lines]).median <= 0.10
 
 
 @needs_validation
 def test_the_shipped_constants_are_those_that_the_fit_finds() -> None:
-    found = fit(step_cases(rows(STEPS.read_text())))
+    found = fit(step_cases(rows(STEPS.read_text()))[0])
     for name in Constants.__dataclass_fields__:
         assert getattr(found, name) == near(getattr(Constants(), name), within=0.01)
 
@@ -617,3 +658,103 @@ def test_at_most_six_figures_are_fitted() -> None:
     assert len(Constants.__dataclass_fields__) <= 6
     with STEPS.open() as file:
         assert len(list(csv.DictReader(file))) > 10 * len(Constants.__dataclass_fields__)
+
+
+# -- what if it were put right -----------------------------------------------------------------------------------------
+
+ILL = counterfactual.Seen(
+    clock=np.array([1.0] * 63 + [0.8]),
+    load=np.array([0.4] + [0.0] * 63),
+    rate=np.array([1.0] * 32 + [0.25] + [1.0] * 31),
+    nics=4,
+    transport=0.4,
+)
+DATA_PARALLEL = Workload(LLAMA_8B, Layout(dp=64, zero=1), 256, 2, overlap_gradients=True)
+
+
+def test_with_all_put_right_a_step_takes_what_was_expected_and_with_nothing_longest() -> None:
+    times = counterfactual.step_times(DATA_PARALLEL, machine(), ILL)
+    assert times[-1] == near(float(step(DATA_PARALLEL, machine()).total), within=1e-9)
+    assert times.argmax() == 0
+    assert len(times) == 64
+
+
+def test_each_repair_alone_is_the_step_with_that_parameter_restored() -> None:
+    times = counterfactual.step_times(DATA_PARALLEL, machine(), counterfactual.Seen(clock=ILL.clock))
+    slow = float(step(DATA_PARALLEL, replace(machine(), clock=0.8)).total)
+    terms = step(DATA_PARALLEL, machine()).terms
+    assert times[0] - times[1] == near(0.25 * float(terms["products"] + terms["attention"]), within=1e-9)
+    assert times[0] == near(slow, within=0.03)
+
+
+def test_the_shares_of_the_causes_sum_to_the_loss_and_one_without_effect_has_none() -> None:
+    times = counterfactual.step_times(DATA_PARALLEL, machine(), ILL)
+    shares = dict(zip(counterfactual.REPAIRS, counterfactual.shapley(times), strict=True))
+    assert sum(shares.values()) == near(times[0] - times[-1], within=1e-9)
+    assert shares["layout"] == 0.0
+    assert min(shares[name] for name in ("clock", "loader", "rate", "nics", "transport")) > 0
+
+
+def test_a_slow_loader_beside_a_slower_rank_gains_nothing_when_repaired_alone() -> None:
+    seen = counterfactual.Seen(clock=np.array([0.5, 1.0]), load=np.array([0.0, 0.01]))
+    times = counterfactual.step_times(DATA_PARALLEL, machine(), seen)
+    gains = dict(zip(counterfactual.REPAIRS, counterfactual.fix_gains(times), strict=True))
+    assert gains["loader"] == 0.0
+    assert gains["clock"] > 0.1
+    assert counterfactual.shapley(times)[1] > 0
+
+
+def test_another_layout_is_a_repair_too() -> None:
+    bad = Workload(LLAMA_70B, Layout(tp=8, dp=8, order="dp-cp-ep-tp-pp"), 64, 1, sequence_parallel=True)
+    times = counterfactual.step_times(bad, machine(), counterfactual.Seen(layout=Layout(tp=8, dp=8)))
+    assert times[0] > 1.3 * times[-1]
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
+
+SOUND = step(replace(seventy(), overlap_gradients=False), machine())
+PARTS = calibration.shares(SOUND)
+
+
+def start(by: float = 1.0, *, variation: float = 0.01, faults: bool = False, **parts: float) -> calibration.Start:
+    timed = {name: PARTS[name] * factor for name, factor in parts.items()}
+    return calibration.Start(float(SOUND.total) * by, timed, variation, faults)
+
+
+def test_from_step_times_alone_only_computing_is_learned() -> None:
+    known = calibration.learn(SOUND, calibration.Calibration.fresh(), start(1.10))
+    factors = known.factors
+    assert factors.pop("computing") > 1.1
+    assert set(factors.values()) == {1.0}
+    assert calibration.calibrated(SOUND, known) == near(1.10 * float(SOUND.total))
+
+
+def test_where_the_parts_were_timed_each_is_learned() -> None:
+    known = calibration.Calibration.fresh()
+    whole = float(SOUND.total) + 0.3 * PARTS["tensor"]
+    for _ in range(5):
+        known = calibration.learn(SOUND, known, start(whole / float(SOUND.total), tensor=1.3, computing=1.0))
+    assert known.factors["tensor"] == near(1.3, within=0.03)
+    assert known.factors["computing"] == near(1.0, within=0.02)
+
+
+@pytest.mark.parametrize("ill", [start(1.5), start(0.7), start(variation=0.05), start(faults=True)])
+def test_an_ill_start_never_becomes_what_is_normal(ill: calibration.Start) -> None:
+    fresh = calibration.Calibration.fresh()
+    assert calibration.learn(SOUND, fresh, ill) is fresh
+
+
+def test_the_two_residuals_tell_a_change_from_an_illness_of_old() -> None:
+    known = calibration.learn(SOUND, calibration.Calibration.fresh(), start(1.2))
+    whole = float(SOUND.total)
+    assert calibration.state(*calibration.residuals(SOUND, known, 1.2 * whole)) == "healthy"
+    assert calibration.state(*calibration.residuals(SOUND, known, 1.28 * whole)) == "changed"
+    assert calibration.state(*calibration.residuals(SOUND, known, 1.4 * whole)) == "born_sick_and_changed"
+    fresh = calibration.Calibration.fresh()
+    assert calibration.state(1.4, 1.0) == "born_sick"
+    assert calibration.state(*calibration.residuals(SOUND, fresh, 0.7 * whole)) == "not_this_job"
+
+
+def test_a_change_must_stand_out_of_the_noise() -> None:
+    assert calibration.state(1.0, 1.08, deviation=0.03) == "healthy"
+    assert calibration.state(1.0, 1.08, deviation=0.01) == "changed"

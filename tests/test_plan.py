@@ -148,17 +148,25 @@ def test_a_curve_is_recognised_by_its_columns(tmp_path: Path, capsys: pytest.Cap
     ("was", "wrong", "says"),
     [
         (",12.3,", ",fast,", "line 2: step_time_s: found 'fast'; allowed is a number"),
-        (",zero1,", ",zero9,", "line 2: shard: found 'zero9'; allowed is ddp, zero1"),
+        (",zero1,", ",zero9,", "line 2: shard: found 'zero9'; allowed is ddp, zero0"),
         (",H100,", ",K80,", "line 2: node.gpu: found 'K80'; allowed is V100-SXM"),
         ("step_time_s", "seconds", "no such columns: step_time_s"),
-        (",2,4,zero1", ",2,5,zero1", "line 2: parallel.dp: found 5; allowed is 4"),
+        (",1,1,2,", ",1,1,3,", "line 2: parallel: found 'tp x cp x pp = 3'; allowed is a divisor of the 8 ranks"),
     ],
 )
 def test_a_bad_table_names_the_file_the_line_and_the_column(published: Path, was: str, wrong: str, says: str) -> None:
-    published.write_text(published.read_text().replace(was, wrong, 1))
+    published.write_text(published.read_text().replace(was, wrong))
     with pytest.raises(DocumentError) as told:
         validate(published, "text", refit=False)
     assert f"steps.csv: {says}" in str(told.value)
+
+
+def test_a_bad_row_among_good_ones_is_told_and_left_out(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published.write_text(published.read_text().replace(",12.3,", ",fast,", 1))
+    assert validate(published, "text", refit=False) == 1
+    said = capsys.readouterr()
+    assert "all step times                                 2" in said.out
+    assert "line 2: step_time_s: found 'fast'; allowed is a number; the row is left out" in said.err
 
 
 def test_the_constants_are_remade_as_a_file_that_runs(published: Path) -> None:

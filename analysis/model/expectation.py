@@ -11,6 +11,7 @@ import numpy as np
 from diagnosd.analysis.model import traffic
 from diagnosd.analysis.model.collectives import Group, Op, bound
 from diagnosd.analysis.model.constants import SHIPPED, Constants
+from diagnosd.analysis.model.flops import Convention
 from diagnosd.analysis.model.machine import Difference, Machine, declared, differences
 from diagnosd.analysis.model.step import SPREADS, Step, step, variance, z
 from diagnosd.analysis.model.upkeep import read_rate
@@ -19,6 +20,7 @@ from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory
 
 # Of the bound that the topology sets, what large messages of a healthy network reach (notes/model.md 1.1, 0-26).
 HEALTHY_BUSBW = (0.80, 0.90, 1.0)
+CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
 UNKNOWN_NETWORK = 0.15  # sigma in ln of a step whose network nobody declared: it is left out
 
 
@@ -111,7 +113,7 @@ def expected(
         name: Estimate.within(float(value), hypot(SPREADS[name] * constants.spread, _doubt(assumed)))
         for name, value in one.terms.items()
     }
-    flops = {name: work.batch * work.model.training(name) for name in ("full", "causal")}
+    flops = {name: work.training(name) for name in CONVENTIONS}
     peak = ranks * (machine.gpu.peak(work.dtype) or machine.gpu.bf16)
     into_network, inside = _bytes(work, machine)
     return Expectation(

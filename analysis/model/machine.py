@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from diagnosd.analysis.model.collectives import Group
+from diagnosd.analysis.model.collectives import Group, factor
 from diagnosd.analysis.model.hardware import (
     FABRICS,
     OFFLOADED,
@@ -66,6 +66,12 @@ class Machine:
 
     def depth(self, group: Group) -> float:
         return OFFLOADED if group.nodes == 1 else self.fabric.depth
+
+    def all_reduce_rate(self, group: Group) -> Quantity:
+        """As ring_rate; where the network's switches add up, a node sends its data once and not twice."""
+        if group.nodes == 1 or not self.sharp:
+            return self.ring_rate(group)
+        return np.minimum(self.gpu.nvls or self.inside, self.share_of(group) * factor("all_reduce", group.ranks))
 
     def ring_rate(self, group: Group) -> Quantity:
         """Busbw of large messages in this group, with all groups of the node at work."""

@@ -10,7 +10,7 @@ from math import hypot
 from typing import TypeVar
 
 from diagnosd import documents as doc
-from diagnosd.analysis.model.collectives import Group
+from diagnosd.analysis.model.collectives import Group, Op
 from diagnosd.analysis.model.hardware import FABRICS, UnknownHardwareError, gpu
 from diagnosd.analysis.model.machine import Machine, declared
 from diagnosd.analysis.model.workload import ModelError, Workload, read
@@ -21,7 +21,7 @@ STEP_COLUMNS = (
     *("GBS", "MBS", "TP", "PP", "VP", "CP", "DP", "shard", "prec", "rec", "sp", "step_time_s", "src"),
 )
 CURVE_COLUMNS = ("system", "ranks", "bytes", "time_us")
-ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
+ZERO = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3, "hsdp": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of a curve: seconds of an all-reduce of `size` bytes."""
+    """Of a curve: seconds of a collective of `size` bytes."""
 
     system: str
     machine: Machine
@@ -50,6 +50,7 @@ class Point:
     seconds: float
     switch: bool  # whether the curve says that NVLink's switch added up
     ring: bool  # or that it was a ring
+    op: Op = "all_reduce"
 
 
 class PublishedError(ValueError):
@@ -68,26 +69,31 @@ def are_curves(table: Sequence[Row]) -> bool:
     return bool(table) and "system" in table[0]
 
 
-def step_cases(table: Sequence[Row]) -> list[Case]:
+def step_cases(table: Sequence[Row]) -> tuple[list[Case], list[str]]:
+    """And which rows are left out, and why."""
     return _read(table, STEP_COLUMNS, _case)
 
 
-def curve_points(table: Sequence[Row]) -> list[Point]:
+def curve_points(table: Sequence[Row]) -> tuple[list[Point], list[str]]:
+    """As for step_cases."""
     return _read(table, CURVE_COLUMNS, _point)
 
 
-def _read(table: Sequence[Row], wanted: Iterable[str], one: Callable[[Row], _T]) -> list[_T]:
+def _read(table: Sequence[Row], wanted: Iterable[str], one: Callable[[Row], _T]) -> tuple[list[_T], list[str]]:
     if not table:
         raise PublishedError("there is no row")
     if missing := [column for column in wanted if column not in table[0]]:
         raise PublishedError(f"no such columns: {', '.join(missing)}; a table of step times or of a curve is wanted")
-    found = []
+    found: list[_T] = []
+    left_out: list[str] = []
     for line, row in enumerate(table, 2):
         try:
             found.append(one(row))
         except ValueError as error:
-            raise PublishedError(f"line {line}: {error}") from error
-    return found
+            left_out.append(f"line {line}: {error}")
+    if not found:
+        raise PublishedError(left_out[0])
+    return found, left_out
 
 
 def _case(row: Row) -> Case:
@@ -95,7 +101,7 @@ def _case(row: Row) -> Case:
     ranks = _count(row, "n")
     machine = declared(cluster, nodes)
     assert machine is not None  # every row names its GPU
-    work, assumed = read(job, ranks, newer=machine.gpu.newer)
+    work, assumed = read(job, ranks, newer=machine.gpu.newer, exact=False)
     seconds = _number(row, "step_time_s")
     layout = tuple(row[column] for column in ("TP", "PP", "VP", "CP", "shard", "rec", "MBS"))
     return Case(
@@ -137,6 +143,7 @@ def documents_of(row: Row) -> tuple[doc.JobSpec, doc.ClusterSpec, dict[str, doc.
         cp=count("CP"),
         dp=count("DP"),
         zero=ZERO[row["shard"]],
+        shard=count("gpn") if row["shard"] == "hsdp" else None,  # sharded inside a node, copied across
         sequence_parallel=row["sp"] == "1",
         overlap_tp="TP overlap on" in note,
     )
@@ -187,6 +194,9 @@ _PLATFORMS = (
     (r"H200", "H200", "infiniband", 8, 400),
     (r"ND.*A100|DGX-?A100|A100", "A100", "infiniband", 8, 200),
     (r"B200", "B200", "infiniband", 8, 400),
+    (r"MI300X", "MI300X", "roce", 8, 400),
+    (r"L40S", "L40S", "ethernet", 1, 100),
+    (r"4090", "RTX-4090", "ethernet", 1, 100),
     (r"V100", "V100", "infiniband", 4, 100),
 )
 PER_NODE = 8
@@ -207,7 +217,15 @@ def _point(row: Row) -> Point:
         seconds=_number(row, "time_us") * 1e-6,
         switch="NVLS" in system.upper(),
         ring="RING" in system.upper(),
+        op=_op(row),
     )
+
+
+def _op(row: Row) -> Op:
+    """As a column says, or the system's name; all-reduce where neither does."""
+    said = " ".join((row.get("op", ""), row.get("collective", ""), row["system"])).lower()
+    names: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_to_all")
+    return next((name for name in names if re.search(name.replace("_", "[ _-]?"), said)), "all_reduce")
 
 
 def machine_of(system: str) -> Machine:
@@ -216,7 +234,10 @@ def machine_of(system: str) -> Machine:
     if found is None:
         raise UnknownHardwareError(f"no GPU is named by {system!r:.60}")
     _, name, kind, nics, rate = found
-    card = gpu(next((each for each in ("GB200", "B200", "H200", "H800", "A800") if each in system.upper()), name))
+    try:
+        card = gpu(re.sub(r"\d+ ?x", " ", system))
+    except UnknownHardwareError:  # the platform implies it
+        card = gpu(name)
     kind = next((kind for word, kind in _FABRICS if re.search(word, system, re.IGNORECASE)), kind)
     ports = re.search(r"(\d+) ?x ?(\d{2,3})(?: ?G)?(?!\d*x)", system)
     if ports and int(ports[2]) >= 25:

@@ -139,7 +139,7 @@ def _kind(case: Case) -> tuple[str, str]:
 def _ideal(case: Case) -> float:
     """Seconds of the model FLOPs at peak."""
     peak = case.machine.gpu.peak(case.work.dtype) or case.machine.gpu.bf16
-    return case.work.batch * case.work.model.training() / (case.ranks * peak)
+    return case.work.training("full") / (case.ranks * peak)
 
 
 def spearman(one: Iterable[float], other: Iterable[float]) -> float:
@@ -181,6 +181,10 @@ def _choices(point: Point, later: float = 1.0) -> tuple[collectives.Cost, ...]:
     machine = point.machine
     switch = None if point.ring else machine.gpu.nvls
     node = float(machine.share_of(point.group))
+    if point.op != "all_reduce":
+        rate = collectives.bound(point.op, point.group, float(machine.inside), node)
+        alpha = collectives.latency("ring", point.group, op=point.op, plugin=machine.fabric.plugin)
+        return (collectives.cost(point.op, point.group, alpha, machine.depth(point.group), rate).later(later),)
     choices = collectives.all_reduce(
         point.group, float(machine.inside), switch, node, machine.fabric.plugin, machine.fabric.depth
     )

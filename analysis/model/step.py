@@ -80,6 +80,10 @@ def step(work: Workload, machine: Machine, constants: Constants = SHIPPED) -> St
         more = np.maximum(head - layer, 0.0)
         micro = {name: value + inside[name] for name, value in micro.items()}
         micro["products"] = micro["products"] + more
+    if work.flops:  # declared: whatever the model is, these are its products
+        ranks = layout.tp * layout.cp * layout.pp
+        micro["products"] = work.flops * work.micro / ranks / _product_rate(work.dtype, machine, constants)
+        micro["attention"] = np.float64(0.0)
     sends = _sends(work, machine)
     micro["sends"] = sends * SENDS_EXPOSED
     per_micro = sum(micro.values(), np.float64(0.0))
@@ -209,7 +213,7 @@ def _gradients(work: Workload, machine: Machine) -> Quantity:
         return np.float64(0.0)
     if layout.zero < 3:
         sent = traffic.gradients(layout.zero, group.ranks, local, work.grad_bytes, work.micro_batches)
-        return sent / machine.ring_rate(group)
+        return sent / (machine.all_reduce_rate(group) if layout.zero == 0 else machine.ring_rate(group))
     m = work.micro_batches if layout.pp == 1 else 1.0  # with a pipeline, parameters stay gathered for the step
     stride = layout.stride("cp" if layout.cp > 1 else "dp")
     shard = Group.spread(layout.sharded, stride, machine.gpus)

@@ -5,7 +5,7 @@ Formulas of notes/model.md 2.8 and 2.9.
 
 from __future__ import annotations
 
-from math import log, sqrt
+from math import erfc, log, sqrt
 
 # Weights in 16 bits; master copy and two moments in 32.
 CHECKPOINT_BYTES = 14  # a parameter
@@ -30,6 +30,15 @@ def token_bytes(vocab: int) -> int:
 def loading_stall(load_s: float, busy_s: float, workers: int = 1) -> float:
     """Seconds a step that a loader of so many workers falls behind, each needing `load_s` for a batch, on average."""
     return max(0.0, load_s / max(workers, 1) - busy_s)
+
+
+def starving(load_s: float, sigma_s: float, busy_s: float, queue: int) -> float:
+    """Chance that a prefetch queue of so many batches runs empty: that so many loads in a row take longer than so many
+    steps, of times that vary independently by `sigma_s`.
+    """
+    if sigma_s <= 0:
+        return 0.0 if load_s <= busy_s else 1.0
+    return 0.5 * erfc((busy_s - load_s) * sqrt(max(queue, 1)) / sigma_s / sqrt(2))
 
 
 def checkpoint_bytes(params: float) -> float:

@@ -11,13 +11,14 @@ from math import prod
 from typing import Literal, get_args
 
 from diagnosd.analysis.model.collectives import Group
-from diagnosd.analysis.model.flops import Recompute, Transformer
+from diagnosd.analysis.model.flops import Convention, Recompute, Transformer
 from diagnosd.documents import DocumentError, JobSpec, Model, Parallel
 
 Dtype = Literal["bf16", "fp16", "fp8", "fp32", "tf32"]
 DTYPES = get_args(Dtype)
 RECOMPUTE = get_args(Recompute)
 ORDER = "tp-cp-ep-dp-pp"
+SCHEDULES = ("1f1b", "interleaved", "gpipe")  # of the bubble that the model knows
 GRAD_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -89,10 +90,15 @@ class Workload:
     overlap_tensor: bool = False
     overlap_gradients: bool = False
     params: float = 0.0  # as declared; else the transformer's
+    flops: float = 0.0  # of training on one sample, as declared; else the transformer's
 
     @property
     def micro_batches(self) -> float:
         return self.batch / (self.layout.dp * self.micro)
+
+    def training(self, convention: Convention) -> float:
+        """Model FLOPs of a step."""
+        return self.batch * (self.flops or self.model.training(convention))
 
     @property
     def tokens(self) -> int:
@@ -119,15 +125,17 @@ class Assumed:
     spread: float
 
 
-def read(job: JobSpec, world: int | None = None, *, newer: bool = True) -> tuple[Workload, tuple[Assumed, ...]]:
+def read(
+    job: JobSpec, world: int | None = None, *, newer: bool = True, exact: bool = True
+) -> tuple[Workload, tuple[Assumed, ...]]:
     """The workload of a job's document, on `world` ranks where they are known. `newer`: Hopper or later, where
-    frameworks overlap the gradients' reduction unless told otherwise.
+    frameworks overlap the gradients' reduction unless told otherwise. Not `exact`: a published batch may be rounded.
     """
     assumed: list[Assumed] = []
     model = _transformer(job.model or Model(), assumed)
     parallel = job.parallel or Parallel()
     layout = _layout(parallel, world, model)
-    work = _batched(job, layout, model, assumed)
+    work = _batched(job, layout, model, assumed, exact=exact)
     grads = _grad_bytes(job, layout, assumed)
     overlap = parallel.overlap_grad
     if overlap is None:
@@ -139,6 +147,8 @@ def read(job: JobSpec, world: int | None = None, *, newer: bool = True) -> tuple
         sequence = newer and layout.tp > 1
         if layout.tp > 1:
             assumed.append(Assumed("parallel.sequence_parallel", str(sequence).lower(), 0.03))
+    if layout.pp > 1 and parallel.schedule not in (None, *SCHEDULES):
+        assumed.append(Assumed("parallel.schedule", f"{parallel.schedule}, with a bubble as of 1f1b", 0.05))
     if parallel.overlap_tp is None and layout.tp > 1:
         assumed.append(Assumed("parallel.overlap_tp", "false", 0.05))
     return replace(
@@ -148,10 +158,16 @@ def read(job: JobSpec, world: int | None = None, *, newer: bool = True) -> tuple
         overlap_tensor=bool(parallel.overlap_tp),
         overlap_gradients=overlap,
         params=float(job.model.params or 0) if job.model else 0.0,
+        flops=float(job.model.flops_per_sample or 0) if job.model else 0.0,
     ), tuple(assumed)
 
 
 def _transformer(said: Model, assumed: list[Assumed]) -> Transformer:
+    if said.flops_per_sample:
+        _positive("model.flops_per_sample", said.flops_per_sample)
+        if said.layers is None:
+            assumed.append(Assumed("model", "matrix products of flops_per_sample, and nothing else", 0.25))
+            return Transformer(1, 1, 1, 1, 1, 0, said.seq or 1)
     missing = [f"model.{key}" for key in ("layers", "hidden", "seq") if getattr(said, key) is None]
     if missing:
         raise TooLittleKnownError(f"no step time can be expected without {', '.join(missing)}")
@@ -211,7 +227,7 @@ def _layout(said: Parallel, world: int | None, model: Transformer) -> Layout:
     return Layout(dp=dp, zero=zero, shard=shard, order=order, **sizes)
 
 
-def _batched(job: JobSpec, layout: Layout, model: Transformer, assumed: list[Assumed]) -> Workload:
+def _batched(job: JobSpec, layout: Layout, model: Transformer, assumed: list[Assumed], *, exact: bool) -> Workload:
     said = job.batch
     if said is None or said.global_ is None:
         raise TooLittleKnownError("no step time can be expected without batch.global")
@@ -221,7 +237,7 @@ def _batched(job: JobSpec, layout: Layout, model: Transformer, assumed: list[Ass
         micro = 1
         assumed.append(Assumed("batch.micro", "1", 0.05))
     _positive("batch.micro", micro)
-    if said.global_ % (layout.dp * micro):
+    if exact and said.global_ % (layout.dp * micro):
         raise ModelError("batch.global", said.global_, f"a multiple of dp x micro = {layout.dp} x {micro}")
     if job.dtype is None:
         assumed.append(Assumed("dtype", "bf16", 0.10))

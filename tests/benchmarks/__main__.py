@@ -12,7 +12,7 @@ import sys
 
 from .table import machine
 
-NAMES = ("start", "codec", "replay", "kernellog", "tick", "probe")
+NAMES = ("start", "codec", "replay", "counterfactuals", "kernellog", "tick", "probe")
 LACKS = {
     "probe": None if importlib.util.find_spec("torch") else "there is no torch",
     "tick": "it mounts a /sys of its own, as root" if os.geteuid() else None,
