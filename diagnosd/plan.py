@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from diagnosd.analysis.model import scoring, upkeep
 from diagnosd.analysis.model.expectation import Estimate, Expectation, expected, overview
 from diagnosd.analysis.model.machine import declared
 from diagnosd.analysis.model.published import are_curves, curve_points, rows, step_cases
-from diagnosd.analysis.model.workload import ModelError, TooLittleKnownError, Workload, read
+from diagnosd.analysis.model.workload import ModelError, TooLittleKnownError, read
 from diagnosd.documents import (
     Batch,
     ClusterSpec,
@@ -161,7 +162,8 @@ def _title(shown: Expectation, plan: Plan) -> str:
     name = (plan.job.name if plan.job else None) or "the job"
     split = {"TP": layout.tp, "CP": layout.cp, "EP": layout.ep, "PP": layout.pp, "DP": layout.dp}
     nics = f"{float(machine.nics):g} x {float(machine.nic_rate) / 1e9:g} Gbit/s {machine.fabric.kind}"
-    where = f"{shown.ranks} {machine.gpu.name}, {machine.gpus} a node with {nics}"
+    network = nics if isfinite(float(machine.nic_rate)) else "a network of which nothing is known"
+    where = f"{shown.ranks} {machine.gpu.name}, {machine.gpus} a node with {network}"
     return f"{name} on {where}: " + " ".join(f"{key} {size}" for key, size in split.items() if size > 1 or key == "DP")
 
 
@@ -192,10 +194,9 @@ def _wires(shown: Expectation) -> Iterator[str]:
 
 
 def _upkeep(shown: Expectation, what_if: WhatIf) -> Iterator[str]:
-    work = shown.workload
     reads = _reads(shown)
     yield f"  {'data':22}{scaled(reads, 'B/s')} to read" + ("" if shown.read_rate else ", if the samples are tokens")
-    saved = _checkpoint(work, shown.ranks, what_if)
+    saved = _checkpoint(shown, what_if)
     how = (
         f"written at {what_if.write_rate:g} GB/s"
         if what_if.write_rate
@@ -213,9 +214,11 @@ def _reads(shown: Expectation) -> float:
     return upkeep.read_rate(shown.workload.batch, model.seq * upkeep.token_bytes(model.vocab), shown.step.value)
 
 
-def _checkpoint(work: Workload, ranks: int, what_if: WhatIf) -> dict[str, float]:
+def _checkpoint(shown: Expectation, what_if: WhatIf) -> dict[str, float]:
+    work, machine, ranks = shown.workload, shown.machine, shown.ranks
     params = work.params or work.model.params
-    stall = upkeep.checkpoint_stall(params, ranks, what_if.write_rate * 1e9 if what_if.write_rate else None)
+    rate = what_if.write_rate * 1e9 if what_if.write_rate else ranks * machine.gpu.to_host
+    stall = upkeep.checkpoint_stall(params, rate)
     interval = upkeep.best_interval(stall, ranks)
     return {
         "bytes": upkeep.checkpoint_bytes(params),
@@ -279,7 +282,7 @@ def _document(shown: Expectation, plan: Plan, what_if: WhatIf) -> dict[str, Any]
         "busbw": {name: asdict(rate) for name, rate in shown.busbw.items()},
         "read_rate": _reads(shown),
         "hidden_margin": asdict(shown.hidden_margin) if shown.hidden_margin else None,
-        "checkpoint": _checkpoint(shown.workload, shown.ranks, what_if),
+        "checkpoint": _checkpoint(shown, what_if),
         "scaling": [{"nodes": nodes, "step_s": each.step.value} for nodes, each in scaling(shown)],
         "strong_scaling": [{"nodes": nodes, "step_s": each.step.value} for nodes, each in scaling(shown, grow=False)],
         "assumed": [{"key": each.key, "value": each.value} for each in shown.assumed],

@@ -343,6 +343,11 @@ def test_checkpoints_are_14_bytes_a_parameter(billions: float, published: float)
     assert upkeep.checkpoint_bytes(billions * 1e9) / 2**30 == near(published, within=0.03)
 
 
+def test_a_checkpoint_stops_training_until_it_is_written_or_until_it_is_copied() -> None:
+    assert upkeep.checkpoint_stall(70e9, 40 * GB) == near(24.5)
+    assert upkeep.checkpoint_stall(70e9, 64 * H100.to_host) == near(0.276)
+
+
 def test_what_checkpoints_and_faults_waste_grows_with_the_ranks() -> None:
     found = [upkeep.waste(60, upkeep.best_interval(60, gpus), gpus) for gpus in (64, 1024, 16_384)]
     assert found == [near(0.007, within=0.15), near(0.029, within=0.15), near(0.16, within=0.15)]
@@ -483,6 +488,19 @@ def test_a_machine_that_is_less_than_declared_is_told_and_the_expectation_stays_
     assert "17 active" in seen.differences[2].text
 
 
+def test_a_power_limit_that_all_hosts_have_is_meant_and_one_of_a_single_host_is_told() -> None:
+    cluster = ClusterSpec(node=Node(gpu="H100-SXM", gpus=8, nics=8, nic_rate_gbps=400))
+    capped = NodeInventory(gpus=(Gpu(power_limit_w=500.0, power_limit_default_w=700.0),))
+    full = NodeInventory(gpus=(Gpu(power_limit_w=700.0, power_limit_default_w=700.0),))
+    everywhere = expect(spec(), cluster, {"n01": capped, "n02": capped}, ranks=64)
+    somewhere = expect(spec(), cluster, {"n01": full, "n02": capped}, ranks=64)
+    told = [(each.host, each.key) for each in somewhere.differences]
+    assert ("n02", "power limit") in told
+    assert ("n01", "power limit") not in told
+    assert "power limit" not in [each.key for each in everywhere.differences]
+    assert somewhere.step.value < everywhere.step.value
+
+
 def test_of_another_model_its_declared_flops_are_expected_and_the_interval_is_wide() -> None:
     cluster = ClusterSpec(node=Node(gpu="A100-SXM", gpus=8, nics=8, nic_rate_gbps=200))
     resnet = JobSpec(
@@ -493,11 +511,15 @@ def test_of_another_model_its_declared_flops_are_expected_and_the_interval_is_wi
     assert seen.step.high > 1.4 * seen.step.value
 
 
+def test_in_a_rack_of_nvlink_tensor_parallelism_crosses_no_network() -> None:
+    rack = Machine(hardware.gpu("GB200"), 4, 4, 400e9, hardware.FABRICS["infiniband"])
+    work = Workload(LLAMA_70B, Layout(tp=8, dp=8), 64, 1, sequence_parallel=True)
+    assert float(step(work, rack).terms["tensor"]) == float(step(work, replace(rack, nics=1)).terms["tensor"])
+
+
 def test_a_network_whose_switches_add_up_moves_gradients_in_half_the_time() -> None:
     work = Workload(LLAMA_8B, Layout(dp=64), 64, 1)
-    plain, sharp = (
-        step(work, replace(machine(nics=2), sharp=sharp)).communication["gradients"] for sharp in (False, True)
-    )
+    plain, sharp = (step(work, replace(machine(nics=2), sharp=sharp)).moving for sharp in (False, True))
     assert float(plain / sharp) == near(2 * 63 / 64, within=1e-9)
 
 

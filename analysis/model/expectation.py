@@ -146,7 +146,7 @@ def _with_network(machine: Machine, work: Workload) -> tuple[Machine, tuple[Assu
     if machine.nics and machine.nic_rate:
         return machine, ()
     key = "node.nics" if machine.nic_rate else "node.nic_rate_gbps"
-    crosses = work.layout.world > machine.gpus
+    crosses = work.layout.world > machine.joined
     gap = Assumed(key, "unknown: what crosses the network is left out", UNKNOWN_NETWORK)
     return replace(machine, nics=1.0, nic_rate=inf), (gap,) if crosses else ()
 
@@ -154,7 +154,7 @@ def _with_network(machine: Machine, work: Workload) -> tuple[Machine, tuple[Assu
 def _groups(work: Workload, machine: Machine) -> dict[str, Group]:
     layout = work.layout
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "gradients": layout.replicas}
-    return {name: layout.group(name, machine.gpus) for name, size in sizes.items() if size > 1}
+    return {name: layout.group(name, machine.joined) for name, size in sizes.items() if size > 1}
 
 
 def _busbw(work: Workload, machine: Machine) -> dict[str, Estimate]:
@@ -178,7 +178,7 @@ def _bytes(work: Workload, machine: Machine) -> tuple[Estimate | None, Estimate 
     across, inside, least = 0.0, 0.0, 0.0
     for name, sent in _sent(work).items():
         group = groups.get(name)
-        crosses = name == "sends" and layout.stride("pp") >= machine.gpus
+        crosses = name == "sends" and layout.stride("pp") >= machine.joined
         if crosses:
             across, least = across + sent, least + sent
         elif group is None or group.nodes == 1:
@@ -209,7 +209,7 @@ def _sent(work: Workload) -> dict[str, float]:
 
 
 def _margin(one: Step, constants: Constants, work: Workload) -> Estimate | None:
-    moved, hides = float(np.max(one.communication["gradients"])), float(np.max(one.overlappable))
+    moved, hides = float(np.max(one.moving)), float(np.max(one.hides))
     if not moved or not (work.overlap_gradients or work.layout.zero == 3):
         return None
     return Estimate.within(hides / moved, SPREADS["gradients"] * constants.spread)

@@ -42,6 +42,11 @@ class Gpu:
     def peak(self, dtype: str) -> float | None:
         return self.fp8 if dtype.startswith("fp8") else self.bf16
 
+    @property
+    def to_host(self) -> float:
+        """Bytes a second of copies into its host's memory."""
+        return PCIE[self.pcie_gen] * PCIE_COPIES
+
     def reachable(self, dtype: str) -> float | None:
         """FLOP/s of the best-shaped matrix product."""
         if not dtype.startswith("fp8"):

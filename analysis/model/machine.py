@@ -56,6 +56,11 @@ class Machine:
         return self.nics * self.nic_rate / 8 * self.fabric.share * self.rail * gdr / tier
 
     @property
+    def joined(self) -> int:
+        """GPUs that NVLink joins: those of a node, or of a rack."""
+        return max(self.gpus, self.gpu.scale_up if self.gpu.scale_up > 8 else 0)
+
+    @property
     def inside(self) -> Quantity:
         """Busbw of a ring on the node, bytes a second."""
         return self.gpu.ring * self.nvlink
@@ -105,7 +110,7 @@ def declared(cluster: ClusterSpec, inventories: Mapping[str, NodeInventory] | No
         fabric=FABRICS[network],
         oversubscription=(fabric.oversubscription if fabric else None) or 1.0,
         sharp=bool(fabric and fabric.sharp),
-        clock=min((_clock(each) for each in nodes), default=1.0),
+        clock=max((_clock(each) for each in nodes), default=1.0),  # a limit that all hosts have is meant
     )
 
 
@@ -133,20 +138,34 @@ def _clock(node: NodeInventory) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between what was declared for a host and what its inventory shows."""
+    """Between what should be on a host, as was declared or as its siblings have it, and what its inventory shows."""
 
     host: str
     key: str
-    declared: str
+    should: str
     shown: str
+    because: str = "as declared"
 
     @property
     def text(self) -> str:
-        return f"{self.host}: {self.key} is declared as {self.declared}, the machine shows {self.shown}"
+        return f"{self.host}: {self.key} should be {self.should} {self.because}, the machine shows {self.shown}"
 
 
 def differences(cluster: ClusterSpec, inventories: Mapping[str, NodeInventory]) -> tuple[Difference, ...]:
-    return tuple(found for host in sorted(inventories) for found in _differences(cluster, host, inventories[host]))
+    best = max((_clock(each) for each in inventories.values()), default=1.0)
+    found: list[Difference] = []
+    for host in sorted(inventories):
+        found.extend(_differences(cluster, host, inventories[host]))
+        found.extend(_capped(host, inventories[host], best))
+    return tuple(found)
+
+
+def _capped(host: str, inventory: NodeInventory, best: float) -> Iterator[Difference]:
+    """A power limit that the other hosts do not have."""
+    if _clock(inventory) < best:
+        worst = min(inventory.gpus or (), key=lambda card: clock_share(card.power_limit_w, card.power_limit_default_w))
+        should = f"{worst.power_limit_default_w:g} W" if best == 1.0 else "higher"
+        yield Difference(host, "power limit", should, f"{worst.power_limit_w:g} W", "as on other hosts")
 
 
 def _differences(cluster: ClusterSpec, host: str, inventory: NodeInventory) -> Iterator[Difference]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log
 
 import numpy as np
 
@@ -53,11 +52,11 @@ COMPUTING = ("products", "attention", "elementwise")  # their errors have one ca
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds a step of each term; `communication` is what takes place, hidden or not."""
+    """Seconds a step of each term that is not zero."""
 
     terms: Mapping[str, Quantity]
-    communication: Mapping[str, Quantity]
-    overlappable: Quantity  # seconds behind which the gradients' communication can hide
+    moving: Quantity  # s that gradients and parameters are on the wire, hidden or not
+    hides: Quantity  # s of computing behind which they can hide
 
     @property
     def total(self) -> Quantity:
@@ -66,38 +65,42 @@ class Step:
 
 def step(work: Workload, machine: Machine, constants: Constants = SHIPPED) -> Step:
     layout, m = work.layout, work.micro_batches
-    layers, last = _slowest_stage(work)
-    one = _layer(work, machine, constants)
-    head = _head(work, machine, constants)
-    tensor = _tensor(work, machine)
-    inside = {**one, **_between(work, machine)}
-    inside["tensor"] = tensor * (constants.tensor_exposed if work.overlap_tensor else 1.0)
-    layer = sum(inside.values(), np.float64(0.0))
-    micro = {name: value * layers for name, value in inside.items()}
-    if last == "head":
-        micro["products"] = micro["products"] + head
-    else:  # embedding and head count as a layer each: the slowest stage has a layer more, or the head
-        more = np.maximum(head - layer, 0.0)
-        micro = {name: value + inside[name] for name, value in micro.items()}
-        micro["products"] = micro["products"] + more
-    if work.flops:  # declared: whatever the model is, these are its products
-        ranks = layout.tp * layout.cp * layout.pp
-        micro["products"] = work.flops * work.micro / ranks / _product_rate(work.dtype, machine, constants)
-        micro["attention"] = np.float64(0.0)
-    sends = _sends(work, machine)
-    micro["sends"] = sends * SENDS_EXPOSED
-    per_micro = sum(micro.values(), np.float64(0.0))
-    bubble = per_micro * (layout.pp - 1) / layout.vpp
-    busy = per_micro * m + bubble
-    moved, hides = _gradients(work, machine), _window(work, per_micro, busy)
+    micro = _micro_batch(work, machine, constants)
+    seconds = sum(micro.values(), np.float64(0.0))
+    bubble = seconds * (layout.pp - 1) / layout.vpp
+    moving, hides = _gradients(work, machine), _window(work, seconds, seconds * m + bubble)
     terms: dict[str, Quantity] = {name: value * m for name, value in micro.items()}
     terms["bubble"] = bubble
-    terms["gradients"] = _exposed(work, moved, hides, constants)
+    terms["gradients"] = _exposed(work, moving, hides, constants)
     terms["optimizer"] = OPTIMIZER_BYTES * _optimized(work) / machine.gpu.hbm
-    terms["fixed"] = np.float64(constants.fixed)
-    communication = {"tensor": tensor * layers * m, "gradients": moved, "sends": sends * m}
-    communication |= {name: micro[name] * m for name in ("context", "experts")}
-    return Step({name: value for name, value in terms.items() if np.any(value)}, communication, hides)
+    terms["fixed"] = np.float64(0.0 if work.flops else constants.fixed)  # it was fitted on transformers alone
+    return Step({name: value for name, value in terms.items() if np.any(value)}, moving, hides)
+
+
+def _micro_batch(work: Workload, machine: Machine, constants: Constants) -> dict[str, Quantity]:
+    """Seconds of one micro-batch, forward and backward, on the stage for which all others wait."""
+    layer = {**_layer(work, machine, constants), **_between(work, machine)}
+    layer["tensor"] = _tensor(work, machine) * (constants.tensor_exposed if work.overlap_tensor else 1.0)
+    layers, head = work.model.layers / work.layout.pp, _head(work, machine, constants)
+    if _is_balanced(
+        work
+    ):  # then it has a layer more than the first and the last stage, or it is the last, with the head
+        layers = (work.model.layers + 2) / work.layout.pp
+        head = np.maximum(head - sum(layer.values(), np.float64(0.0)), 0.0)
+    micro = {name: value * layers for name, value in layer.items()}
+    micro["products"] = micro["products"] + head
+    if work.flops:  # declared: whatever the model is, these are its products
+        ranks = work.layout.tp * work.layout.cp * work.layout.pp
+        micro["products"] = work.flops * work.micro / ranks / _product_rate(work.dtype, machine, constants)
+        micro["attention"] = np.float64(0.0)
+    micro["sends"] = _sends(work, machine) * SENDS_EXPOSED
+    return micro
+
+
+def _is_balanced(work: Workload) -> bool:
+    """Whether embedding and head count as a layer each where the pipeline is cut, as Llama 405B's 126 layers tell."""
+    layers, stages = work.model.layers, work.layout.pp
+    return layers % stages > 0 and (layers + 2) % (stages * work.layout.vpp) == 0
 
 
 def variance(parts: Mapping[str, float], spread: float) -> float:
@@ -147,14 +150,6 @@ def _head(work: Workload, machine: Machine, constants: Constants) -> Quantity:
     return per_token * _tokens(work) / _product_rate(dtype, machine, constants)
 
 
-def _slowest_stage(work: Workload) -> tuple[float, str]:
-    """Layers of the stage that all others wait for, and what else it has."""
-    layers, stages = work.model.layers, work.layout.pp
-    if layers % stages and (layers + 2) % (stages * work.layout.vpp) == 0:
-        return (layers + 2) / stages - 1, "a layer or the head"
-    return layers / stages, "head"
-
-
 def _optimized(work: Workload) -> float:
     return work.rank_params / (work.layout.sharded if work.layout.zero else 1)
 
@@ -166,7 +161,7 @@ def _tensor(work: Workload, machine: Machine) -> Quantity:
     """All-reduces of one layer and micro-batch, or as many reduce-scatters and all-gathers."""
     if work.layout.tp == 1:
         return np.float64(0.0)
-    group = work.layout.group("tp", machine.gpus)
+    group = work.layout.group("tp", machine.joined)
     size, rate = traffic.boundary(work), machine.ring_rate(group)
     alpha = latency("ring", group, plugin=machine.fabric.plugin)
     ramp = 2 * np.sqrt(machine.depth(group) * alpha * size / rate)
@@ -179,12 +174,12 @@ def _between(work: Workload, machine: Machine) -> dict[str, Quantity]:
     calls = work.model.layers / work.layout.pp * work.micro_batches
     found: dict[str, Quantity] = {"context": np.float64(0.0), "experts": np.float64(0.0)}
     if work.layout.ep > 1 and work.model.experts:
-        group = work.layout.group("ep", machine.gpus)
+        group = work.layout.group("ep", machine.joined)
         sent = traffic.experts(work) / calls
         outside = sent * (group.ranks - group.per_node) / max(group.ranks - 1, 1)
         found["experts"] = np.maximum((sent - outside) / machine.inside, _over(outside, machine))
     if work.layout.cp > 1:  # a ring beside the attention that uses what came last: seen where it takes longer
-        group = work.layout.group("cp", machine.gpus)
+        group = work.layout.group("cp", machine.joined)
         ring = traffic.context(work) / calls / machine.ring_rate(group)
         passes = ATTENTION_PASSES * work.model.scores("causal") * _tokens(work) / work.model.seq / work.layout.tp
         found["context"] = np.maximum(ring - passes / (machine.gpu.bf16 * ATTENTION * machine.clock), 0.0)
@@ -201,14 +196,14 @@ def _sends(work: Workload, machine: Machine) -> Quantity:
     if layout.pp == 1:
         return np.float64(0.0)
     sent = traffic.pipeline(work) / work.micro_batches
-    between_nodes = layout.stride("pp") >= machine.gpus
+    between_nodes = layout.stride("pp") >= machine.joined
     return sent / (machine.injection / machine.gpus if between_nodes else machine.inside)
 
 
 def _gradients(work: Workload, machine: Machine) -> Quantity:
     """Seconds a step that gradients and parameters take on the wire, hidden or not."""
     layout, local = work.layout, work.rank_params
-    group = layout.group("gradients", machine.gpus)
+    group = layout.group("gradients", machine.joined)
     if group.ranks == 1:
         return np.float64(0.0)
     if layout.zero < 3:
@@ -216,13 +211,13 @@ def _gradients(work: Workload, machine: Machine) -> Quantity:
         return sent / (machine.all_reduce_rate(group) if layout.zero == 0 else machine.ring_rate(group))
     m = work.micro_batches if layout.pp == 1 else 1.0  # with a pipeline, parameters stay gathered for the step
     stride = layout.stride("cp" if layout.cp > 1 else "dp")
-    shard = Group.spread(layout.sharded, stride, machine.gpus)
+    shard = Group.spread(layout.sharded, stride, machine.joined)
     sent, across = traffic.hybrid(layout.sharded, group.ranks // layout.sharded, local, work.grad_bytes, m)
     calls = 3 * work.model.layers / layout.pp * m
     each = latency("ring", shard, op="all_gather", plugin=machine.fabric.plugin)
     seconds = sent / machine.ring_rate(shard) + calls * each
     if across:
-        copies = Group.spread(group.ranks // layout.sharded, stride * layout.sharded, machine.gpus)
+        copies = Group.spread(group.ranks // layout.sharded, stride * layout.sharded, machine.joined)
         seconds = seconds + across / machine.ring_rate(copies)
     return seconds
 
@@ -255,7 +250,3 @@ def interval(value: float, sigma: float) -> tuple[float, float]:
     """90 %, log-normal."""
     width = float(np.exp(z() * sigma))
     return value / width, value * width
-
-
-def log_ratio(predicted: float, measured: float) -> float:
-    return log(predicted / measured)

@@ -14,7 +14,6 @@ STATE_BYTES = (16, 18)
 # Llama 3's pre-training: 419 unexpected interruptions in 54 days on 16,384 GPUs.
 GPU_HOURS_BETWEEN_FAULTS = 54 * 24 * 16_384 / 419
 RESTART_S = 600.0
-DEVICE_TO_HOST = 50e9  # bytes/s over PCIe 5, 45 to 55 (ml-engineering)
 
 
 def read_rate(samples: float, bytes_per_sample: float, step_s: float) -> float:
@@ -45,11 +44,11 @@ def checkpoint_bytes(params: float) -> float:
     return CHECKPOINT_BYTES * params
 
 
-def checkpoint_stall(params: float, ranks: int, write_rate: float | None = None) -> float:
-    """Seconds that training stops: until all is written, or, where writing goes on beside it, until copies are on the
-    hosts (`write_rate` None).
+def checkpoint_stall(params: float, rate: float) -> float:
+    """Seconds that training stops for bytes at this rate: that of the storage, or, where writing goes on beside
+    training, that of all ranks' copies to their hosts together.
     """
-    return checkpoint_bytes(params) / (write_rate or DEVICE_TO_HOST * ranks)
+    return checkpoint_bytes(params) / rate
 
 
 def between_faults(gpus: int) -> float:
