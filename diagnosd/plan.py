@@ -31,6 +31,7 @@ from diagnosd.documents import (
 )
 
 BAR = 30  # columns of the longest
+NOTHING = 1e-5  # of a step: not worth a line
 
 NAMES: Mapping[str, str] = {
     "products": "matrix products",
@@ -66,10 +67,14 @@ class WhatIf:
 
     @property
     def changes(self) -> str:
-        said = {name: value for name, value in asdict(self).items() if value is not None and name != "write_rate"}
-        return " ".join(
-            f"--{name} {'off' if value is False else 'on' if value is True else value}" for name, value in said.items()
-        )
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "write_rate"}
+        return " ".join(f"--{name} {_spelled(value)}" for name, value in given.items())
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def model(path: Path, what_if: WhatIf, output: str) -> int:
@@ -140,7 +145,7 @@ def _expectation(path: Path, plan: Plan, by: WhatIf) -> Expectation:
 def _page(shown: Expectation, plan: Plan, what_if: WhatIf) -> Iterator[str]:
     yield _title(shown, plan)
     yield ""
-    yield f"  {'a step':22}{_interval(shown.step)}, in nine of ten jobs that are well set up"
+    yield f"  {'a step':22}{_interval(shown.step)}, nine of ten times"
     rate = shown.tokens_per_second.value
     unit = "tokens" if shown.workload.model.seq > 1 else "samples"
     yield f"  {unit:22}{digits(rate)} a second, {digits(rate / shown.ranks)} of a GPU"
@@ -154,7 +159,8 @@ def _page(shown: Expectation, plan: Plan, what_if: WhatIf) -> Iterator[str]:
     yield from _scaling(shown)
     if shown.assumed:
         yield ""
-        yield "  taken as, for nobody said: " + "; ".join(f"{each.key} {each.value}" for each in shown.assumed)
+        yield "  taken as, for nobody said:"
+        yield from (f"    {each.key:28}{each.value}" for each in shown.assumed)
 
 
 def _title(shown: Expectation, plan: Plan) -> str:
@@ -174,6 +180,8 @@ def _interval(estimate: Estimate) -> str:
 def _bars(shown: Expectation) -> Iterator[str]:
     most = max(term.value for term in shown.terms.values())
     for name, term in shown.terms.items():
+        if term.value < NOTHING * shown.step.value:
+            continue
         share = term.value / shown.step.value
         bar = "#" * max(round(BAR * term.value / most), 1 if share >= 0.001 else 0)
         yield f"  {NAMES[name]:22}{seconds(term.value):>9} {percent(share):>7}  {bar}".rstrip()
@@ -189,7 +197,7 @@ def _wires(shown: Expectation) -> Iterator[str]:
         yield f"  {'busbw of ' + name:22}{scaled(busbw.low, 'B/s')} to {scaled(busbw.high, 'B/s')} with large messages"
     if shown.hidden_margin:
         margin = shown.hidden_margin.value
-        hides = f"the network may be {margin:.1f} x slower before the step grows by what no longer hides"
+        hides = f"the network may be {margin:.1f} x slower before the step grows"
         yield f"  {'hidden margin':22}{hides if margin >= 1 else 'none: gradients take longer than what hides them'}"
 
 
@@ -200,7 +208,7 @@ def _upkeep(shown: Expectation, what_if: WhatIf) -> Iterator[str]:
     how = (
         f"written at {what_if.write_rate:g} GB/s"
         if what_if.write_rate
-        else "copied to the hosts, written beside training"
+        else "copied to the hosts, then written meanwhile"
     )
     yield f"  {'checkpoint':22}{scaled(saved['bytes'], 'B')}, {seconds(saved['stall_s'])} {how}"
     every = f"every {seconds(saved['best_interval_s'])} wastes least: {percent(saved['waste'])}"
@@ -309,6 +317,8 @@ def validate(path: Path, output: str, *, refit: bool) -> int:
             print(msgspec.json.encode(document).decode())
         else:
             print(("\n" if number else "") + "\n".join(_table(title, scores)))
+    if output != "json":
+        print("\ncovered: of the measured, what lies in the 90 % intervals; +-: half of their width, in the median")
     for row in left_out:
         print(f"diagnosd: {path}: {row}; the row is left out", file=sys.stderr)
     return 1 if left_out else 0
@@ -333,10 +343,9 @@ def _steps(table: Sequence[Mapping[str, str]], *, refit: bool) -> tuple[Tables, 
 
 def _by_source(cases: Sequence[Any], lines: Sequence[scoring.Line], *, apart: bool) -> list[scoring.Score]:
     whole = [scoring.score("all step times", lines)]
-    mfu = scoring.constant_mfu(cases, apart=apart)
-    whole.append(
-        scoring.score("one MFU a GPU and precision, " + ("likewise" if apart else "fitted on it"), mfu, intervals=False)
-    )
+    for others, said in ((True, "of other sources"), *(() if apart else ((False, "fitted on it"),))):
+        mfu = scoring.constant_mfu(cases, apart=others)
+        whole.append(scoring.score(f"one MFU a GPU and precision, {said}", mfu, intervals=False))
     for source in dict.fromkeys(case.source for case in cases):
         theirs = [line for case, line in zip(cases, lines, strict=True) if case.source == source]
         whole.append(scoring.score(source, theirs))
