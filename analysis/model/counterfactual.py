@@ -63,7 +63,10 @@ def step_times(
 
 
 def _waiting(one: Step, seen: Seen, column: dict[str, Bools]) -> Floats:
-    """With what each rank computes and waits for its data, all waiting for the slowest: [S]."""
+    """With what each rank computes and waits for its data, all waiting for the slowest: [S].
+
+    A slow clock slows products and attention; that it lengthens a pipeline's bubble by as much is left out.
+    """
     scaled = np.asarray(
         sum((one.terms[name] for name in ("products", "attention") if name in one.terms), np.float64(0))
     )

@@ -210,7 +210,7 @@ def _gradients(work: Workload, machine: Machine) -> Quantity:
         sent = traffic.gradients(layout.zero, group.ranks, local, work.grad_bytes, work.micro_batches)
         return sent / (machine.all_reduce_rate(group) if layout.zero == 0 else machine.ring_rate(group))
     m = work.micro_batches if layout.pp == 1 else 1.0  # with a pipeline, parameters stay gathered for the step
-    stride = layout.stride("cp" if layout.cp > 1 else "dp")
+    stride = layout.replica_stride
     shard = Group.spread(layout.sharded, stride, machine.joined)
     sent, across = traffic.hybrid(layout.sharded, group.ranks // layout.sharded, local, work.grad_bytes, m)
     calls = 3 * work.model.layers / layout.pp * m

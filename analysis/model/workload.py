@@ -67,11 +67,15 @@ class Layout:
         inner = self.order.split("-")
         return prod(getattr(self, name) for name in inner[: inner.index(dimension)] if name not in ("ep", "etp"))
 
+    @property
+    def replica_stride(self) -> int:
+        """Ranks between neighbours that sum up the same gradients."""
+        return min((self.stride(name) for name in ("cp", "dp") if getattr(self, name) > 1), default=1)
+
     def group(self, dimension: str, gpus: int) -> Group:
         """How a group of this dimension lies on nodes of so many GPUs; `gradients` joins dp and cp."""
         if dimension == "gradients":
-            first = "cp" if self.cp > 1 else "dp"
-            return Group.spread(self.replicas, self.stride(first), gpus)
+            return Group.spread(self.replicas, self.replica_stride, gpus)
         if dimension == "ep":
             return Group.spread(self.ep, self.etp, gpus)
         return Group.spread(getattr(self, dimension), self.stride(dimension), gpus)
