@@ -29,6 +29,9 @@ STEP_NOISE, PART_NOISE = 0.01, 0.03  # sigma in ln of a median step, of a timed 
 HIGH, LOW, BASELINE = 1.30, 0.75, (0.80, 1.30)
 CHANGED, DEVIATIONS = 1.05, 4.0  # of the calibrated time; or so many robust deviations, whichever is more
 STEADY = 0.03  # standard deviation over mean of a baseline's steps
+# A part that took longer than its prior allows is ill, however well the step as a whole looks; and what was learned
+# from a first baseline follows only slow drift, never a change (notes/model.md 5.4).
+PRIOR_DEVIATIONS, DRIFT = 2.0, 0.03
 
 State = Literal["healthy", "changed", "born_sick", "born_sick_and_changed", "not_this_job"]
 
@@ -79,16 +82,26 @@ def calibrated(one: Step, known: Calibration) -> float:
 def acceptable(one: Step, start: Start) -> bool:
     """Whether these steps may become the baseline: an ill start never does."""
     ratio = start.step_s / float(np.max(one.total))
-    return BASELINE[0] <= ratio <= BASELINE[1] and not start.faults and start.steady and start.variation < STEADY
+    calm = not start.faults and start.steady and start.variation < STEADY
+    return BASELINE[0] <= ratio <= BASELINE[1] and calm and not _ill(one, start)
+
+
+def _ill(one: Step, start: Start) -> bool:
+    """Whether a part that was timed took longer than a healthy one does, or has no time that can be."""
+    expected = shares(one)
+    ratios = {name: start.parts[name] / expected[name] for name in FACTORS if name in start.parts and expected[name]}
+    most = {name: max(BASELINE[1], float(np.exp(PRIOR_DEVIATIONS * PRIOR[name]))) for name in ratios}
+    return not all(0 < ratio <= most[name] for name, ratio in ratios.items())
 
 
 def learn(one: Step, known: Calibration, start: Start) -> Calibration:
     """With what these steps tell, if they may be learned from; else as it was."""
-    if not acceptable(one, start):
+    drifts = known.seen and abs(np.log(start.step_s / calibrated(one, known))) > DRIFT
+    if drifts or not acceptable(one, start):
         return known
     parts = shares(one)
     for name, seconds in start.parts.items():
-        if name in FACTORS and parts[name] > 0 and seconds > 0:
+        if name in FACTORS and parts[name] > 0:
             row = np.array([1.0 if factor == name else 0.0 for factor in FACTORS])
             known = _updated(known, row, float(np.log(seconds / parts[name])) - known.mean @ row, PART_NOISE)
     expected = calibrated(one, known)

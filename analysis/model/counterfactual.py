@@ -54,7 +54,7 @@ def step_times(
     column = {name: chosen[:, number] for number, name in enumerate(REPAIRS)}
     rail, transport = np.where(column["rate"], 1.0, seen.rate.min()), np.where(column["transport"], 1.0, seen.transport)
     nics = np.where(column["nics"], machine.nics, machine.nics if seen.nics is None else seen.nics)
-    network = replace(machine, rail=rail * transport, nics=nics, clock=1.0)
+    network = replace(machine, rail=machine.rail * rail * transport, nics=nics)
     ways = [step(work, network, constants)]
     if seen.layout is not None:
         ways.append(step(replace(work, layout=seen.layout), network, constants))
