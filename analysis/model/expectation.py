@@ -12,10 +12,10 @@ from diagnosd.analysis.model import traffic
 from diagnosd.analysis.model.collectives import Group, Op, bound
 from diagnosd.analysis.model.constants import SHIPPED, Constants
 from diagnosd.analysis.model.flops import Convention
-from diagnosd.analysis.model.machine import Difference, Machine, declared, differences
-from diagnosd.analysis.model.step import SPREADS, Step, step, variance, z
+from diagnosd.analysis.model.machine import Difference, Machine, check_dtype, declared, differences
+from diagnosd.analysis.model.step import SPREADS, Step, step, usable, variance, z
 from diagnosd.analysis.model.upkeep import read_rate
-from diagnosd.analysis.model.workload import Assumed, ModelError, TooLittleKnownError, Workload, read
+from diagnosd.analysis.model.workload import Assumed, TooLittleKnownError, Workload, read
 from diagnosd.documents import ClusterSpec, JobSpec, NodeInventory
 
 # Of the bound that the topology sets, what large messages of a healthy network reach (notes/model.md 1.1, 0-26).
@@ -55,7 +55,7 @@ class Expectation:
     nvlink_bytes: Estimate | None  # a step and GPU, sent
     busbw: Mapping[str, Estimate]  # of large messages in each kind of group
     read_rate: Estimate | None
-    hidden_margin: Estimate | None  # how many times slower the network may be before the step grows
+    hidden_margin: Estimate | None  # how many times slower the network may be before it is no longer hidden
     mfu: Mapping[str, Estimate]  # by convention
     assumed: tuple[Assumed, ...]
     differences: tuple[Difference, ...] = ()  # between what was declared and what the inventories show
@@ -91,8 +91,7 @@ def overview(
     constants: Constants = SHIPPED,
 ) -> Expectation:
     """As expected(), of machines of whose network maybe nothing is known."""
-    if machine.gpu.peak(work.dtype) is None:
-        raise ModelError("dtype", work.dtype, f"bf16: an {machine.gpu.name} has no FP8")
+    check_dtype(machine.gpu, work.dtype)
     machine, gaps = _with_network(machine, work)
     return expected(work, machine, constants, (*assumed, *gaps), bytes_per_sample)
 
@@ -153,17 +152,16 @@ def _with_network(machine: Machine, work: Workload) -> tuple[Machine, tuple[Assu
 
 def _groups(work: Workload, machine: Machine) -> dict[str, Group]:
     layout = work.layout
-    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "gradients": layout.replicas}
-    return {name: layout.group(name, machine.joined) for name, size in sizes.items() if size > 1}
+    names = [name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1]
+    return {name: layout.group(name, machine.joined) for name in (*names, *traffic.sums(work))}
 
 
 def _busbw(work: Workload, machine: Machine) -> dict[str, Estimate]:
     found = {}
     for name, group in _groups(work, machine).items():
-        switch = machine.gpu.nvls if name == "gradients" and work.layout.zero == 0 and group.per_node >= 6 else None
-        op: Op = (
-            "all_to_all" if name == "ep" else "all_reduce" if name == "tp" or work.layout.zero == 0 else "all_gather"
-        )
+        sums = name in ("tp", "copies") or (name.endswith("gradients") and work.layout.zero == 0)
+        op: Op = "all_to_all" if name == "ep" else "all_reduce" if sums else "all_gather"
+        switch = machine.gpu.nvls if sums and name != "tp" and group.per_node >= 6 else None
         inside, node = float(switch or machine.inside), float(machine.share_of(group))
         if group.nodes == 1 or np.isfinite(node):
             most = bound(op, group, inside, node, sharp=machine.sharp)
@@ -183,6 +181,9 @@ def _bytes(work: Workload, machine: Machine) -> tuple[Estimate | None, Estimate 
             across, least = across + sent, least + sent
         elif group is None or group.nodes == 1:
             inside += sent
+        elif name == "ep":
+            out = traffic.all_to_all_into_network(sent, group)
+            across, least, inside = across + out, least + out, inside + sent - out
         else:
             out = traffic.into_network(sent, group)
             across += out
@@ -196,20 +197,19 @@ def _bytes(work: Workload, machine: Machine) -> tuple[Estimate | None, Estimate 
 
 def _sent(work: Workload) -> dict[str, float]:
     """Bytes a step and GPU."""
-    layout, m = work.layout, work.micro_batches
-    steps = m if layout.pp == 1 else 1.0
+    layout = work.layout
     sent = {
         "tp": traffic.tensor(work) if layout.tp > 1 else 0.0,
         "cp": traffic.context(work) if layout.cp > 1 else 0.0,
         "ep": traffic.experts(work),
         "sends": traffic.pipeline(work),
-        "gradients": traffic.gradients(layout.zero, layout.replicas, work.rank_params, work.grad_bytes, steps),
+        **traffic.sums(work),
     }
     return {name: amount for name, amount in sent.items() if amount > 0}
 
 
 def _margin(one: Step, constants: Constants, work: Workload) -> Estimate | None:
-    moved, hides = float(np.max(one.moving)), float(np.max(one.hides))
+    moved, hides = float(np.max(one.moving)), float(np.max(one.hides)) * usable(work)
     if not moved or not (work.overlap_gradients or work.layout.zero == 3):
         return None
     return Estimate.within(hides / moved, SPREADS["gradients"] * constants.spread)

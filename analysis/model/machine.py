@@ -52,7 +52,7 @@ class Machine:
     def injection(self) -> Quantity:
         """Bytes a second that a node can send into the network."""
         tier = np.maximum(1.0, self.oversubscription * np.asarray(self.crossing))
-        gdr = 1.0 if self.gdr else GDR_OFF
+        gdr = 1.0 if self.gdr or self.fabric.kind == "ethernet" else GDR_OFF  # sockets never reach the GPU's memory
         return self.nics * self.nic_rate / 8 * self.fabric.share * self.rail * gdr / tier
 
     @property
@@ -93,7 +93,7 @@ def declared(cluster: ClusterSpec, inventories: Mapping[str, NodeInventory] | No
     try:
         kind = gpu(name)
     except UnknownHardwareError as error:
-        raise ModelError("node.gpu", name, str(error).partition("known are ")[2]) from error
+        raise ModelError("node.gpu", name, error.allowed) from error
     ports = [compute_ports(each) for each in nodes]
     rate = (node.nic_rate_gbps if node else None) or (fabric.rate_gbps if fabric else None) or _most(ports)
     nics = (node.nics if node else None) or max((len(each) for each in ports), default=0) or None
@@ -112,6 +112,12 @@ def declared(cluster: ClusterSpec, inventories: Mapping[str, NodeInventory] | No
         sharp=bool(fabric and fabric.sharp),
         clock=max((_clock(each) for each in nodes), default=1.0),  # a limit that all hosts have is meant
     )
+
+
+def check_dtype(gpu: Gpu, dtype: str) -> None:
+    """ModelError where the GPU does not compute in it."""
+    if gpu.peak(dtype) is None:
+        raise ModelError("dtype", dtype, f"bf16: an {gpu.name} has no FP8")
 
 
 def compute_ports(inventory: NodeInventory) -> list[Nic]:

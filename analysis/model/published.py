@@ -12,7 +12,7 @@ from typing import TypeVar
 from diagnosd import documents as doc
 from diagnosd.analysis.model.collectives import Group, Op
 from diagnosd.analysis.model.hardware import FABRICS, UnknownHardwareError, gpu
-from diagnosd.analysis.model.machine import Machine, declared
+from diagnosd.analysis.model.machine import Machine, check_dtype, declared
 from diagnosd.analysis.model.workload import ModelError, Workload, read
 
 Row = Mapping[str, str]
@@ -21,6 +21,8 @@ STEP_COLUMNS = (
     *("GBS", "MBS", "TP", "PP", "VP", "CP", "DP", "shard", "prec", "rec", "sp", "step_time_s", "src"),
 )
 CURVE_COLUMNS = ("system", "ranks", "bytes", "time_us")
+BYTE_ORDER_MARK = "\ufeff"  # spreadsheets put it in front
+LARGEST = 1e15  # of any figure in a table: products of several stay within what a float holds
 ZERO = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3, "hsdp": 3}
 
 
@@ -62,7 +64,14 @@ _T = TypeVar("_T")
 
 def rows(text: str) -> list[Row]:
     """Of a table with a line of headings; a row that is too short lacks its last columns."""
-    return [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(text.splitlines())]
+    table = csv.DictReader(text.removeprefix(BYTE_ORDER_MARK).splitlines())
+    try:
+        headings = list(table.fieldnames or ())
+        if twice := sorted({name for name in headings if headings.count(name) > 1}):
+            raise PublishedError(f"columns that stand there twice: {', '.join(twice):.80}")
+        return [{key: value or "" for key, value in row.items() if key} for row in table]
+    except csv.Error as error:
+        raise PublishedError(f"no table: {error}") from error
 
 
 def are_curves(table: Sequence[Row]) -> bool:
@@ -102,11 +111,12 @@ def _case(row: Row) -> Case:
     machine = declared(cluster, nodes)
     assert machine is not None  # every row names its GPU
     work, assumed = read(job, ranks, newer=machine.gpu.newer, exact=False)
+    check_dtype(machine.gpu, work.dtype)
     seconds = _number(row, "step_time_s")
     layout = tuple(row[column] for column in ("TP", "PP", "VP", "CP", "shard", "rec", "MBS"))
     return Case(
         name=row["id"],
-        source=row["src"],
+        source=publication(row["src"]),
         series=(row["src"], row["gpu"], row["model"], row["seq"], row["prec"], row["gbps"], *layout),
         grid=(row["src"], row["gpu"], row["n"], row["prec"]),
         work=work,
@@ -117,49 +127,59 @@ def _case(row: Row) -> Case:
     )
 
 
+def publication(source: str) -> str:
+    """What is left out together: tables, versions and frameworks of one publication are no sources of their own.
+
+    `arXiv:2407.21783v3 Tab.4`, `NVIDIA/dgxc-benchmarking v25.04.02 (MaxText)`: what stands before the first blank.
+    """
+    first, _, _ = source.strip().partition(" ")
+    return re.sub(r"(?<=\d)v\d+$", "", first)
+
+
 def documents_of(row: Row) -> tuple[doc.JobSpec, doc.ClusterSpec, dict[str, doc.NodeInventory]]:
     """The row as the documents of a job and its cluster."""
     note = row.get("note") or ""
-    if row["shard"] not in ZERO:
-        raise ModelError("shard", row["shard"], ", ".join(ZERO))
-
-    def count(column: str) -> int:
-        return _count(row, column)
-
-    model = doc.Model(
-        layers=count("L"),
-        hidden=count("h"),
-        ffn=count("ffn"),
-        gated=row["glu"] == "1",
-        heads=count("heads"),
-        kv_heads=count("kv"),
-        vocab=count("V"),
-        seq=count("seq"),
-    )
-    parallel = doc.Parallel(
-        tp=count("TP"),
-        pp=count("PP"),
-        vpp=count("VP"),
-        cp=count("CP"),
-        dp=count("DP"),
-        zero=ZERO[row["shard"]],
-        shard=count("gpn") if row["shard"] == "hsdp" else None,  # sharded inside a node, copied across
-        sequence_parallel=row["sp"] == "1",
-        overlap_tp="TP overlap on" in note,
-    )
     job = doc.JobSpec(
-        model=model,
-        parallel=parallel,
-        batch=doc.Batch(global_=count("GBS"), micro=count("MBS")),
+        model=_model_of(row),
+        parallel=_parallel_of(row, note),
+        batch=doc.Batch(global_=_count(row, "GBS"), micro=_count(row, "MBS")),
         dtype=row["prec"],
         recompute=row["rec"],
     )
     kind = next((kind for word, kind in _FABRICS if re.search(word, note, re.IGNORECASE)), "infiniband")
-    cluster = doc.ClusterSpec(
-        fabric=doc.Fabric(kind=kind),
-        node=doc.Node(gpu=row["gpu"], gpus=count("gpn"), nics=count("nics"), nic_rate_gbps=_number(row, "gbps")),
+    node = doc.Node(
+        gpu=row["gpu"], gpus=_count(row, "gpn"), nics=_count(row, "nics"), nic_rate_gbps=_number(row, "gbps")
     )
-    return job, cluster, _capped(note, row["gpu"])
+    return job, doc.ClusterSpec(fabric=doc.Fabric(kind=kind), node=node), _capped(note, row["gpu"])
+
+
+def _model_of(row: Row) -> doc.Model:
+    return doc.Model(
+        layers=_count(row, "L"),
+        hidden=_count(row, "h"),
+        ffn=_count(row, "ffn"),
+        gated=row["glu"] == "1",
+        heads=_count(row, "heads"),
+        kv_heads=_count(row, "kv"),
+        vocab=_count(row, "V"),
+        seq=_count(row, "seq"),
+    )
+
+
+def _parallel_of(row: Row, note: str) -> doc.Parallel:
+    if row["shard"] not in ZERO:
+        raise ModelError("shard", row["shard"], ", ".join(ZERO))
+    return doc.Parallel(
+        tp=_count(row, "TP"),
+        pp=_count(row, "PP"),
+        vpp=_count(row, "VP"),
+        cp=_count(row, "CP"),
+        dp=_count(row, "DP"),
+        zero=ZERO[row["shard"]],
+        shard=_count(row, "gpn") if row["shard"] == "hsdp" else None,  # sharded inside a node, copied across
+        sequence_parallel=row["sp"] == "1",
+        overlap_tp="TP overlap on" in note,
+    )
 
 
 # What a note or a system's name says of the network; the first that is found decides.
@@ -232,7 +252,9 @@ def machine_of(system: str) -> Machine:
     """What a system's name says of its machines."""
     found = next((each for each in _PLATFORMS if re.search(each[0], system, re.IGNORECASE)), None)
     if found is None:
-        raise UnknownHardwareError(f"no GPU is named by {system!r:.60}")
+        raise UnknownHardwareError(
+            f"no GPU is named by {system!r:.60}", "a platform or GPU, as in `H100 8x400G, 4 nodes`"
+        )
     _, name, kind, nics, rate = found
     try:
         card = gpu(re.sub(r"\d+ ?x", " ", system))
@@ -240,19 +262,16 @@ def machine_of(system: str) -> Machine:
         card = gpu(name)
     kind = next((kind for word, kind in _FABRICS if re.search(word, system, re.IGNORECASE)), kind)
     ports = re.search(r"(\d+) ?x ?(\d{2,3})(?: ?G)?(?!\d*x)", system)
-    if ports and int(ports[2]) >= 25:
+    if ports and int(ports[1]) and int(ports[2]) >= 25:
         nics, rate = int(ports[1]), int(ports[2])
     return Machine(card, PER_NODE, float(nics), rate * 1e9, FABRICS[kind])
 
 
 def _count(row: Row, column: str) -> int:
-    try:
-        value = int(row[column])
-    except ValueError:
-        raise ModelError(column, row[column], "a whole number") from None
-    if value < 1:
+    value = _number(row, column)
+    if value != int(value):
         raise ModelError(column, row[column], "a whole number from 1")
-    return value
+    return int(value)
 
 
 def _number(row: Row, column: str) -> float:
@@ -260,6 +279,6 @@ def _number(row: Row, column: str) -> float:
         value = float(row[column])
     except ValueError:
         raise ModelError(column, row[column], "a number") from None
-    if not 0 < value < float("inf"):
-        raise ModelError(column, row[column], "a number above 0")
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise ModelError(column, row[column], f"a number above 0, at most {LARGEST:g}")
     return value

@@ -14,20 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from diagnosd.analysis.model import traffic
-from diagnosd.analysis.model.collectives import Group, latency
+from diagnosd.analysis.model.collectives import latency
 from diagnosd.analysis.model.constants import SHIPPED, Constants
 from diagnosd.analysis.model.flops import activation_bytes, cast_bytes
 from diagnosd.analysis.model.machine import Machine, Quantity
 from diagnosd.analysis.model.workload import Workload
 
 # Of the bf16 peak, what fused attention reaches, forward and backward, on the half that is not masked: FlashAttention-2
-# 0.3 to 0.4 of an H100 and 0.5 of an A100, cuDNN and FlashAttention-3 up to 0.5 of an H100, first kernels 0.3.
+# 0.3 to 0.4 of an H100 and 0.5 of an A100, cuDNN and FlashAttention-3 up to 0.5 of an H100, first kernels 0.3. With
+# 0.25 to 0.55, sources that were left out have a median of 4 to 5 % and a 90th percentile of 10 to 19 %.
 ATTENTION = 0.35
 # Matrix products of attention: two forward; five backward, for the scores are computed again.
 ATTENTION_PASSES = 3.5
-# Each byte that is stored for the backward is written and read, and so is its gradient.
+# Each byte that is stored for the backward is written and read, and so is its gradient. 3 or 5 changes little.
 ELEMENTWISE_PASSES = 4
-# Of a pipeline's sends, what is not hidden; of the backward that gradients overlap, what they can use.
+# Of a pipeline's sends, what is not hidden (notes/model.md 2.8; 0 or 1 changes published step times by 1 %); of the
+# backward that gradients overlap, what they can use: the first bucket must fill (0.6 to 1 changes nothing published).
 SENDS_EXPOSED, BACKWARD_USED = 0.5, 0.9
 # Bytes a parameter that the optimizer reads and writes: gradient, master, two moments, and the copy in 16 bits.
 OPTIMIZER_BYTES = 30
@@ -82,9 +84,7 @@ def _micro_batch(work: Workload, machine: Machine, constants: Constants) -> dict
     layer = {**_layer(work, machine, constants), **_between(work, machine)}
     layer["tensor"] = _tensor(work, machine) * (constants.tensor_exposed if work.overlap_tensor else 1.0)
     layers, head = work.model.layers / work.layout.pp, _head(work, machine, constants)
-    if _is_balanced(
-        work
-    ):  # then it has a layer more than the first and the last stage, or it is the last, with the head
+    if _is_balanced(work):  # it has a layer more than the first and the last stage, or it is the last, with the head
         layers = (work.model.layers + 2) / work.layout.pp
         head = np.maximum(head - sum(layer.values(), np.float64(0.0)), 0.0)
     micro = {name: value * layers for name, value in layer.items()}
@@ -98,7 +98,10 @@ def _micro_batch(work: Workload, machine: Machine, constants: Constants) -> dict
 
 
 def _is_balanced(work: Workload) -> bool:
-    """Whether embedding and head count as a layer each where the pipeline is cut, as Llama 405B's 126 layers tell."""
+    """Whether embedding and head count as a layer each where the pipeline is cut, as Llama 3's authors cut theirs: a
+    layer fewer on the first and the last stage. Elsewhere a stage has the mean, for frameworks that cut by weight give
+    the one with the head fewer layers (BLOOM's 78 over 12).
+    """
     layers, stages = work.model.layers, work.layout.pp
     return layers % stages > 0 and (layers + 2) % (stages * work.layout.vpp) == 0
 
@@ -151,7 +154,10 @@ def _head(work: Workload, machine: Machine, constants: Constants) -> Quantity:
 
 
 def _optimized(work: Workload) -> float:
-    return work.rank_params / (work.layout.sharded if work.layout.zero else 1)
+    layout = work.layout
+    if not layout.zero:
+        return work.rank_params
+    return work.dense_params / layout.sharded + work.expert_params / min(layout.sharded, layout.expert_replicas)
 
 
 # -- communication -----------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ def _between(work: Workload, machine: Machine) -> dict[str, Quantity]:
     if work.layout.ep > 1 and work.model.experts:
         group = work.layout.group("ep", machine.joined)
         sent = traffic.experts(work) / calls
-        outside = sent * (group.ranks - group.per_node) / max(group.ranks - 1, 1)
+        outside = traffic.all_to_all_into_network(sent, group)
         found["experts"] = np.maximum((sent - outside) / machine.inside, _over(outside, machine))
     if work.layout.cp > 1:  # a ring beside the attention that uses what came last: seen where it takes longer
         group = work.layout.group("cp", machine.joined)
@@ -202,23 +208,16 @@ def _sends(work: Workload, machine: Machine) -> Quantity:
 
 def _gradients(work: Workload, machine: Machine) -> Quantity:
     """Seconds a step that gradients and parameters take on the wire, hidden or not."""
-    layout, local = work.layout, work.rank_params
-    group = layout.group("gradients", machine.joined)
-    if group.ranks == 1:
-        return np.float64(0.0)
-    if layout.zero < 3:
-        sent = traffic.gradients(layout.zero, group.ranks, local, work.grad_bytes, work.micro_batches)
-        return sent / (machine.all_reduce_rate(group) if layout.zero == 0 else machine.ring_rate(group))
-    m = work.micro_batches if layout.pp == 1 else 1.0  # with a pipeline, parameters stay gathered for the step
-    stride = layout.replica_stride
-    shard = Group.spread(layout.sharded, stride, machine.joined)
-    sent, across = traffic.hybrid(layout.sharded, group.ranks // layout.sharded, local, work.grad_bytes, m)
-    calls = 3 * work.model.layers / layout.pp * m
-    each = latency("ring", shard, op="all_gather", plugin=machine.fabric.plugin)
-    seconds = sent / machine.ring_rate(shard) + calls * each
-    if across:
-        copies = Group.spread(group.ranks // layout.sharded, stride * layout.sharded, machine.joined)
-        seconds = seconds + across / machine.ring_rate(copies)
+    layout = work.layout
+    seconds: Quantity = np.float64(0.0)
+    for dimension, sent in traffic.sums(work).items():
+        group = layout.group(dimension, machine.joined)
+        rate = machine.all_reduce_rate(group) if layout.zero == 0 else machine.ring_rate(group)
+        seconds = seconds + sent / rate
+    if layout.zero == 3 and layout.replicas > 1:
+        shard = layout.group("gradients", machine.joined)
+        calls = 3 * work.model.layers / layout.pp * traffic.gathers(work)
+        seconds = seconds + calls * latency("ring", shard, op="all_gather", plugin=machine.fabric.plugin)
     return seconds
 
 
@@ -233,20 +232,18 @@ def _window(work: Workload, per_micro: Quantity, busy: Quantity) -> Quantity:
     return per_micro * BACKWARD * chunks
 
 
+def usable(work: Workload) -> float:
+    """Of the computing beside which gradients move, the share that can hide them."""
+    return 1.0 if work.layout.zero == 3 else BACKWARD_USED
+
+
 def _exposed(work: Workload, moved: Quantity, hides: Quantity, constants: Constants) -> Quantity:
     """What the step grows by: what does not fit, and what the hidden part slows computing by."""
     if work.layout.zero < 3 and not work.overlap_gradients:
         return moved
-    used = 1.0 if work.layout.zero == 3 else BACKWARD_USED
-    return np.maximum(moved - used * hides, 0.0) + constants.interference * np.minimum(moved, hides)
+    return np.maximum(moved - usable(work) * hides, 0.0) + constants.interference * np.minimum(moved, hides)
 
 
-def z(confidence: float = 0.90) -> float:
-    """Half-width of a normal interval, in standard deviations."""
-    return {0.80: 1.2816, 0.90: 1.6449, 0.95: 1.9600}[confidence]
-
-
-def interval(value: float, sigma: float) -> tuple[float, float]:
-    """90 %, log-normal."""
-    width = float(np.exp(z() * sigma))
-    return value / width, value * width
+def z() -> float:
+    """Half-width of a normal interval that holds 90 %, in standard deviations."""
+    return 1.6449

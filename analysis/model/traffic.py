@@ -37,6 +37,26 @@ def hybrid(shard: int, replicate: int, local: float, grad_bytes: int, micro_batc
     return inside, 2 * _ring(replicate) * local / shard * grad_bytes
 
 
+def gathers(work: Workload) -> float:
+    """How many times a step FSDP goes through its layers: with a pipeline, parameters stay gathered for the step."""
+    return work.micro_batches if work.layout.pp == 1 else 1.0
+
+
+def sums(work: Workload) -> dict[str, float]:
+    """What gradients and parameters send, by the kind of group (`Layout.group`): experts have replicas of their own."""
+    layout, dense, experts = work.layout, work.dense_params, work.expert_params
+    m = gathers(work)
+    if layout.zero == 3:  # experts are taken as sharded like the rest
+        inside, across = hybrid(layout.sharded, layout.replicas // layout.sharded, dense + experts, work.grad_bytes, m)
+        found = {"gradients": inside, "copies": across}
+    else:
+        found = {
+            "gradients": gradients(layout.zero, layout.replicas, dense, work.grad_bytes, m),
+            "expert_gradients": gradients(layout.zero, layout.expert_replicas, experts, work.grad_bytes, m),
+        }
+    return {dimension: sent for dimension, sent in found.items() if sent}
+
+
 def tensor(work: Workload) -> float:
     """Two sums a layer forward and two backward, two more where forward comes again; with sequence parallelism each is
     a reduce-scatter and an all-gather of the same bytes.
@@ -65,13 +85,21 @@ def context(work: Workload) -> float:
 
 
 def experts(work: Workload, dispatch_bytes: float = BF16) -> float:
-    """Tokens to their experts and back, forward and backward. FP8 dispatch is one byte, combining stays in 16 bits."""
+    """Tokens to their experts and back, forward and backward. FP8 dispatch is one byte, combining stays in 16 bits.
+
+    With sequence parallelism each tensor-parallel rank sends its own part of the tokens.
+    """
     model, e = work.model, work.layout.ep
     if not model.experts or e == 1:
         return 0.0
-    tokens = work.micro * model.seq / work.layout.cp
+    tokens = work.micro * model.seq / work.layout.cp / (work.layout.tp if work.sequence_parallel else 1)
     each = tokens * model.experts_active * model.hidden * (dispatch_bytes + BF16)
     return model.layers / work.layout.pp * work.micro_batches * _ring(e) * each * 2
+
+
+def all_to_all_into_network(sent: float, group: Group) -> float:
+    """Of an all-to-all's bytes per GPU, those for ranks on other nodes."""
+    return sent * (group.ranks - group.per_node) / max(group.ranks - 1, 1)
 
 
 def into_network(sent: float, group: Group) -> float:

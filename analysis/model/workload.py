@@ -20,6 +20,8 @@ RECOMPUTE = get_args(Recompute)
 ORDER = "tp-cp-ep-dp-pp"
 SCHEDULES = ("1f1b", "interleaved", "gpipe")  # of the bubble that the model knows
 GRAD_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOST = 1e24  # of any count that a document gives: products of several stay within what a float holds
+UNLIKE = 2.0  # parameters are so many times more or fewer than those of the layers: one of the two is a slip
 
 
 class ModelError(DocumentError):
@@ -62,6 +64,11 @@ class Layout:
     def sharded(self) -> int:
         return self.shard or self.replicas
 
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts and sum up their gradients."""
+        return max(self.world // (self.etp * self.ep * self.pp), 1)
+
     def stride(self, dimension: str) -> int:
         """Ranks between neighbours of this dimension."""
         inner = self.order.split("-")
@@ -73,9 +80,16 @@ class Layout:
         return min((self.stride(name) for name in ("cp", "dp") if getattr(self, name) > 1), default=1)
 
     def group(self, dimension: str, gpus: int) -> Group:
-        """How a group of this dimension lies on nodes of so many GPUs; `gradients` joins dp and cp."""
+        """How a group of this dimension lies on nodes of so many GPUs. `gradients`: those that sum up their gradients,
+        with FSDP those that share out the parameters, and then `copies` those that hold the same share.
+        """
         if dimension == "gradients":
-            return Group.spread(self.replicas, self.replica_stride, gpus)
+            ranks = self.sharded if self.zero == 3 else self.replicas
+            return Group.spread(ranks, self.replica_stride, gpus)
+        if dimension == "copies":
+            return Group.spread(self.replicas // self.sharded, self.replica_stride * self.sharded, gpus)
+        if dimension == "expert_gradients":
+            return Group.spread(self.expert_replicas, self.etp * self.ep, gpus)
         if dimension == "ep":
             return Group.spread(self.ep, self.etp, gpus)
         return Group.spread(getattr(self, dimension), self.stride(dimension), gpus)
@@ -111,13 +125,22 @@ class Workload:
     @property
     def rank_params(self) -> float:
         """Parameters that one rank works on, before they are sharded."""
-        model, layout = self.model, self.layout
-        whole = self.params or model.params
-        if model.experts:
-            experts = model.layers * model.ffn_params * model.experts
-            dense = max(whole - experts, 0.0)
-            return (dense / layout.tp + experts / (layout.ep * layout.etp)) / layout.pp
-        return whole / (layout.tp * layout.pp)
+        return self.dense_params + self.expert_params
+
+    @property
+    def dense_params(self) -> float:
+        """Of a rank, those that are not experts'."""
+        whole = self.params or self.model.params
+        return max(whole - self._experts, 0.0) / (self.layout.tp * self.layout.pp)
+
+    @property
+    def expert_params(self) -> float:
+        """Of a rank."""
+        return self._experts / (self.layout.ep * self.layout.etp * self.layout.pp)
+
+    @property
+    def _experts(self) -> float:
+        return self.model.layers * self.model.ffn_params * self.model.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +164,9 @@ def read(
     layout = _layout(parallel, world, model)
     work = _batched(job, layout, model, assumed, exact=exact)
     grads = _grad_bytes(job, layout, assumed)
-    overlap = parallel.overlap_grad
-    if overlap is None:
-        overlap = newer or layout.zero >= 2
-        if layout.replicas > 1:
-            assumed.append(Assumed("parallel.overlap_grad", str(overlap).lower(), 0.01 if newer else 0.02))
+    if job.data and job.data.bytes_per_sample is not None:
+        _positive("data.bytes_per_sample", job.data.bytes_per_sample)
+    overlap = _overlaps(job, layout, assumed, newer=newer)
     sequence = parallel.sequence_parallel
     if sequence is None:
         sequence = newer and layout.tp > 1
@@ -161,13 +182,39 @@ def read(
         sequence_parallel=sequence,
         overlap_tensor=bool(parallel.overlap_tp),
         overlap_gradients=overlap,
-        params=float(job.model.params or 0) if job.model else 0.0,
+        params=_params(job.model or Model(), model),
         flops=float(job.model.flops_per_sample or 0) if job.model else 0.0,
     ), tuple(assumed)
 
 
+def _overlaps(job: JobSpec, layout: Layout, assumed: list[Assumed], *, newer: bool) -> bool:
+    said = job.parallel.overlap_grad if job.parallel else None
+    if said is not None:
+        return said
+    found = newer or layout.zero >= 2 or not _like_megatron(job)
+    if layout.replicas > 1:
+        assumed.append(Assumed("parallel.overlap_grad", str(found).lower(), 0.01 if newer else 0.02))
+    return found
+
+
+def _like_megatron(job: JobSpec) -> bool:
+    """Whether gradients may come after the backward, as in Megatron of 2021: others' data parallelism overlaps them."""
+    transformer = not (job.model and job.model.flops_per_sample)
+    return transformer and (job.framework is None or "megatron" in job.framework.lower())
+
+
+def _params(said: Model, model: Transformer) -> float:
+    """As declared; 0 where nobody did. A transformer's must be about those of its layers."""
+    if said.params is None:
+        return 0.0
+    _positive("model.params", said.params)
+    if not said.flops_per_sample and not 1 / UNLIKE < said.params / model.params < UNLIKE:
+        raise ModelError("model.params", said.params, f"about {model.params:.3g}, as the layers have")
+    return float(said.params)
+
+
 def _transformer(said: Model, assumed: list[Assumed]) -> Transformer:
-    if said.flops_per_sample:
+    if said.flops_per_sample is not None:
         _positive("model.flops_per_sample", said.flops_per_sample)
         if said.layers is None:
             assumed.append(Assumed("model", "matrix products of flops_per_sample, and nothing else", 0.25))
@@ -194,6 +241,8 @@ def _transformer(said: Model, assumed: list[Assumed]) -> Transformer:
         assumed.append(Assumed("model.gated", str(gated).lower(), 0.15))
     if said.vocab is None:
         assumed.append(Assumed("model.vocab", "none: the output layer is left out", 0.05))
+    if said.experts:
+        _positive("model.experts", said.experts)
     experts, active = said.experts or 0, said.experts_active or 0
     if experts and not 0 < active <= experts:
         raise ModelError("model.experts_active", said.experts_active, f"1 to {experts}, the number of experts")
@@ -217,11 +266,15 @@ def _layout(said: Parallel, world: int | None, model: Transformer) -> Layout:
         raise ModelError("parallel.zero", zero, "0 to 3; 3 is FSDP")
     if sizes["pp"] > model.layers:
         raise ModelError("parallel.pp", sizes["pp"], f"at most the model's {model.layers} layers")
+    if sizes["vpp"] > 1 and sizes["pp"] * sizes["vpp"] > model.layers + 2:  # the two: embedding and head
+        raise ModelError("parallel.vpp", sizes["vpp"], f"with pp at most the model's {model.layers} layers")
     if model.heads % sizes["tp"]:
         raise ModelError("parallel.tp", sizes["tp"], f"a divisor of the model's {model.heads} heads")
     order = said.order or ORDER
     if sorted(order.split("-")) not in (sorted(ORDER.split("-")), ["cp", "dp", "pp", "tp"]):
         raise ModelError("parallel.order", order, f"the dimensions of {ORDER} in some order")
+    if said.replicate and (dp * sizes["cp"]) % said.replicate:
+        raise ModelError("parallel.replicate", said.replicate, f"a divisor of dp x cp = {dp * sizes['cp']}")
     shard = said.shard or (dp * sizes["cp"] // said.replicate if said.replicate else None)
     if shard and (dp * sizes["cp"]) % shard:
         raise ModelError("parallel.shard", shard, f"a divisor of dp x cp = {dp * sizes['cp']}")
@@ -262,8 +315,8 @@ def _grad_bytes(job: JobSpec, layout: Layout, assumed: list[Assumed]) -> int:
 
 
 def _positive(key: str, value: float) -> None:
-    if value <= 0:
-        raise ModelError(key, value, "a number above 0")
+    if not 0 < value <= MOST:
+        raise ModelError(key, value, "a number above 0" if not value > MOST else f"at most {MOST:g}")
 
 
 def _one_of(key: str, value: str, allowed: Iterable[str]) -> str:
