@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -333,15 +334,24 @@ Table = Annotated[
 ]
 
 
+def _finite(value: float | None) -> float | None:
+    """NaN and infinity pass every test of a range."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no rate")
+    return value
+
+
 @plan.command(cls=Verb, name="job")
 def model_job(
     path: Annotated[
         Path, typer.Argument(metavar="JOB.toml", exists=True, dir_okay=False, help="[job], [cluster] and nodes = N.")
     ],
-    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="On so many nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, max=10**6, help="On so many nodes.")] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="With these GPUs: H100-SXM, ...")] = None,
-    nics: Annotated[int | None, typer.Option(metavar="N", min=1, help="With so many NICs a node.")] = None,
-    rate: Annotated[float | None, typer.Option(metavar="GBITS", min=1e-3, help="Of so many Gbit/s.")] = None,
+    nics: Annotated[int | None, typer.Option(metavar="N", min=1, max=10**6, help="With so many NICs a node.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="GBITS", min=1e-3, max=1e6, callback=_finite, help="Of so many Gbit/s.")
+    ] = None,
     fabric: Annotated[str | None, typer.Option(metavar="KIND", help="On infiniband, roce, efa, ethernet, ...")] = None,
     gdr: Annotated[Switch | None, typer.Option(help="Whether NICs reach the GPUs' memory.")] = None,
     tp: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tensor parallel.")] = None,
@@ -351,7 +361,13 @@ def model_job(
     batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of a step.")] = None,
     write_rate: Annotated[
         float | None,
-        typer.Option(metavar="GBYTES", min=1e-3, help="Checkpoints stop training, written at so many GB/s."),
+        typer.Option(
+            metavar="GBYTES",
+            min=1e-3,
+            max=1e6,
+            callback=_finite,
+            help="Checkpoints stop training, written at so many GB/s.",
+        ),
     ] = None,
     output: OutputAs = Output.text,
 ) -> None:

@@ -341,7 +341,7 @@ def _check_fabric(spec: ClusterSpec, above: str) -> None:
 
 def _from_toml(text: bytes, name: str, kind: type[_D]) -> _D:
     try:
-        table = tomllib.loads(text.decode())
+        table = tomllib.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{name}: not TOML: {error}") from error
     try:
@@ -372,12 +372,12 @@ def _check_keys(table: dict[str, Any], kind: type[_Document], above: str) -> Non
         if key not in allowed:
             near = get_close_matches(key, allowed, n=1)
             hint = f" (do you mean {near[0]}?)" if near else ""
-            raise DocumentError(f"{above}{_plainly(key)}: no such key{hint}; allowed are {', '.join(allowed)}")
+            raise DocumentError(f"{above}{plainly(key)}: no such key{hint}; allowed are {', '.join(allowed)}")
         if key in _TABLES and isinstance(value, dict):
             _check_keys(value, _TABLES[key], f"{above}{key}.")
 
 
-def _plainly(key: str) -> str:
+def plainly(key: str) -> str:
     return key if key.isprintable() else repr(key)
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from diagnosd.analysis.model.constants import Constants
 from diagnosd.analysis.model.fitting import fit
 from diagnosd.analysis.model.published import rows, step_cases
+from diagnosd.documents import DocumentError
 
 TEXT = '''\
 """The figures that no table gives, fitted on published step times: `diagnosd model fit {file}` prints this file.
 
 Everything else in the model is a data sheet, somebody's measurement of a part, or a formula, with its source beside it.
+One figure more was chosen on figures that it is scored on: hardware.BY_SOFTWARE, the depth of a software network's
+pipeline, on two curves. And Omni-Path's share in hardware.FABRICS was read off the one source that it serves.
 Fitted on {count} step times of {sources} sources.
 """
 
@@ -40,7 +43,10 @@ SHIPPED = Constants()
 
 def written(path: Path) -> str:
     """The text of constants.py."""
-    cases, _ = step_cases(rows(path.read_text()))
+    try:
+        cases, _ = step_cases(rows(path.read_text(encoding="utf-8")))
+    except ValueError as error:  # also of what is not UTF-8
+        raise DocumentError(f"{path}: {error}") from error
     found = fit(cases)
     figures = {name: getattr(found, name) for name in Constants.__dataclass_fields__}
     return TEXT.format(file=path.name, count=len(cases), sources=len({case.source for case in cases}), **figures)

@@ -27,6 +27,7 @@ from diagnosd.documents import (
     Node,
     Parallel,
     Plan,
+    plainly,
     plan_from_toml,
 )
 
@@ -150,7 +151,8 @@ def _page(shown: Expectation, plan: Plan, what_if: WhatIf) -> Iterator[str]:
     unit = "tokens" if shown.workload.model.seq > 1 else "samples"
     yield f"  {unit:22}{digits(rate)} a second, {digits(rate / shown.ranks)} of a GPU"
     full, causal = (percent(shown.mfu[name].value) for name in ("full", "causal"))
-    yield f"  {'MFU':22}{full} with all attention scores counted, {causal} with the causal half"
+    both = f" with all attention scores counted, {causal} with the causal half"
+    yield f"  {'MFU':22}{full}{'' if shown.workload.flops else both}"
     yield ""
     yield from _bars(shown)
     yield ""
@@ -165,7 +167,7 @@ def _page(shown: Expectation, plan: Plan, what_if: WhatIf) -> Iterator[str]:
 
 def _title(shown: Expectation, plan: Plan) -> str:
     machine, layout = shown.machine, shown.workload.layout
-    name = (plan.job.name if plan.job else None) or "the job"
+    name = plainly((plan.job.name if plan.job else None) or "the job")
     split = {"TP": layout.tp, "CP": layout.cp, "EP": layout.ep, "PP": layout.pp, "DP": layout.dp}
     nics = f"{float(machine.nics):g} x {float(machine.nic_rate) / 1e9:g} Gbit/s {machine.fabric.kind}"
     network = nics if isfinite(float(machine.nic_rate)) else "a network of which nothing is known"
@@ -197,7 +199,7 @@ def _wires(shown: Expectation) -> Iterator[str]:
         yield f"  {'busbw of ' + name:22}{scaled(busbw.low, 'B/s')} to {scaled(busbw.high, 'B/s')} with large messages"
     if shown.hidden_margin:
         margin = shown.hidden_margin.value
-        hides = f"the network may be {margin:.1f} x slower before the step grows"
+        hides = f"gradients stay hidden on a network up to {margin:.1f} x slower"
         yield f"  {'hidden margin':22}{hides if margin >= 1 else 'none: gradients take longer than what hides them'}"
 
 
@@ -223,9 +225,10 @@ def _reads(shown: Expectation) -> float:
 
 
 def _checkpoint(shown: Expectation, what_if: WhatIf) -> dict[str, float]:
-    work, machine, ranks = shown.workload, shown.machine, shown.ranks
+    work, layout, ranks = shown.workload, shown.workload.layout, shown.ranks
     params = work.params or work.model.params
-    rate = what_if.write_rate * 1e9 if what_if.write_rate else ranks * machine.gpu.to_host
+    holders = ranks if layout.zero else layout.tp * layout.pp  # unsharded, the replicas hold the same
+    rate = what_if.write_rate * 1e9 if what_if.write_rate else holders * shown.machine.gpu.to_host
     stall = upkeep.checkpoint_stall(params, rate)
     interval = upkeep.best_interval(stall, ranks)
     return {
@@ -270,7 +273,8 @@ def scaling(shown: Expectation, *, grow: bool = True) -> list[tuple[int, Expecta
         expert = work.layout.ep * work.layout.etp
         if left or not dp or batch % (dp * work.micro) or expert > dp * work.layout.tp * work.layout.cp:
             continue
-        layout = replace(work.layout, dp=dp, shard=min(work.layout.shard, dp) if work.layout.shard else None)
+        shard = work.layout.shard if work.layout.shard and dp * work.layout.cp % work.layout.shard == 0 else None
+        layout = replace(work.layout, dp=dp, shard=shard)
         found.append((nodes, expected(replace(work, layout=layout, batch=batch), machine)))
     return found
 
@@ -307,7 +311,7 @@ SCALAR_TABLE = "one scalar per series, learned on its smallest run"
 def validate(path: Path, output: str, *, refit: bool) -> int:
     """The tables of errors over a file of published figures; 1 where a row had to be left out."""
     try:
-        table = rows(path.read_text())
+        table = rows(path.read_text(encoding="utf-8"))
         tables, left_out = _curves(table) if are_curves(table) else _steps(table, refit=refit)
     except (UnicodeDecodeError, ValueError) as error:
         raise DocumentError(f"{path}: {error}") from error
@@ -376,7 +380,7 @@ def _table(title: str, scores: Sequence[scoring.Score]) -> Iterator[str]:
     yield f"  {'':44}{'n':>4}{'median':>9}{'p90':>9}{'worst':>9}{'bias':>9}{'covered':>9}{'+-':>7}"
     for each in scores:
         errors = (each.median, each.p90, each.worst)
-        line = f"  {each.name:44.44}{each.count:>4}" + "".join(f"{percent(error):>9}" for error in errors)
+        line = f"  {plainly(each.name):44.44}{each.count:>4}" + "".join(f"{percent(error):>9}" for error in errors)
         line += f"{each.bias:>+9.1%}".replace("%", " %")
         if each.covered is not None and each.width is not None:
             line += f"{percent(each.covered):>9}{percent(each.width):>7}"

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from diagnosd import fit
+from diagnosd.cli import app
 from diagnosd.documents import DocumentError, plan_from_toml
 from diagnosd.plan import WhatIf, model, validate
 
@@ -98,6 +100,7 @@ def test_a_program_gets_the_same_in_json(job: Path, capsys: pytest.CaptureFixtur
         ("layers = 80", "layers = 0", "job.model.layers: found 0; allowed is a number above 0"),
         ("tp = 4", "tp = 3", "job.parallel: found 'tp x cp x pp = 24'; allowed is a divisor of the 64 ranks"),
         ("H100-SXM", "H1000", "cluster.node.gpu: found 'H1000'; allowed is V100-SXM, "),
+        ("params = 70.6e9", "params = 70.6e6", "job.model.params: found 70600000.0; allowed is about 7.06e+10"),
         ("hidden =", "hiden =", "job.model.hiden: no such key (do you mean hidden?); allowed are params, "),
         ("global = 128", 'global = "x"', "job.batch.global: found 'x'; allowed is a whole number"),
         ("nodes = 8", "", "nodes: missing; allowed is a whole number from 1"),
@@ -113,6 +116,30 @@ def test_a_bad_plan_names_the_file_the_key_and_what_is_allowed(job: Path, was: s
     with pytest.raises(DocumentError) as told:
         model(job, WhatIf(), "text")
     assert f"JOB.toml: {says}" in str(told.value)
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark_and_its_name_moves_no_cursor(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB.replace('"llama-70b"', '"\\u001b[31mred"'), encoding="utf-8-sig")
+    assert model(job, WhatIf(), "text") == 0
+    assert "'\\x1b[31mred' on 64 H100-SXM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["--rate", "nan"], ["--write-rate", "inf"], ["--nics", "0"], ["--nodes", "9" * 400]])
+def test_a_what_if_that_is_no_number_of_anything_is_a_mistake_of_usage(job: Path, wrong: list[str]) -> None:
+    said = CliRunner().invoke(app, ["model", str(job), *wrong])
+    assert said.exit_code == 2
+    assert f"Invalid value for '{wrong[0]}'" in said.output
+
+
+def test_replicas_that_are_not_sharded_copy_the_same_checkpoint(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stall(zero: int) -> float:
+        job.write_text(JOB.replace("zero = 1", f"zero = {zero}"))
+        model(job, WhatIf(), "json")
+        return float(json.loads(capsys.readouterr().out)["checkpoint"]["stall_s"])
+
+    assert stall(0) == pytest.approx(4 * stall(1))  # DP 2 x CP 2
 
 
 def test_ranks_are_no_part_of_a_plan() -> None:
@@ -152,6 +179,10 @@ def test_a_curve_is_recognised_by_its_columns(tmp_path: Path, capsys: pytest.Cap
         (",zero1,", ",zero9,", "line 2: shard: found 'zero9'; allowed is ddp, zero0"),
         (",H100,", ",K80,", "line 2: node.gpu: found 'K80'; allowed is V100-SXM"),
         ("step_time_s", "seconds", "no such columns: step_time_s"),
+        (",12.3,", ",1e-320,", "line 2: step_time_s: found '1e-320'; allowed is a number above 0, at most 1e+15"),
+        (",8192,", f",{'9' * 400},", "line 2: seq: found '9999"),
+        ("one", '"' + "o" * 200_000, "no table: field larger than field limit"),
+        (",seq,", ",L,", "columns that stand there twice: L"),
         (",1,1,2,", ",1,1,3,", "line 2: parallel: found 'tp x cp x pp = 3'; allowed is a divisor of the 8 ranks"),
     ],
 )
@@ -162,12 +193,27 @@ def test_a_bad_table_names_the_file_the_line_and_the_column(published: Path, was
     assert f"steps.csv: {says}" in str(told.value)
 
 
+def test_a_row_of_a_gpu_without_its_precision_is_left_out(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, rest = published.read_text().replace(",bf16,", ",fp8,").split(",H100,", 1)
+    published.write_text(f"{first},A100,{rest}")
+    assert validate(published, "text", refit=False) == 1
+    assert "line 2: dtype: found 'fp8'; allowed is bf16: an A100-SXM has no FP8" in capsys.readouterr().err
+
+
 def test_a_bad_row_among_good_ones_is_told_and_left_out(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published.write_text(published.read_text().replace(",12.3,", ",fast,", 1))
     assert validate(published, "text", refit=False) == 1
     said = capsys.readouterr()
     assert "all step times                                 2" in said.out
     assert "line 2: step_time_s: found 'fast'; allowed is a number; the row is left out" in said.err
+
+
+def test_a_table_from_a_spreadsheet_is_read_too(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a byte order mark, lines that end as on Windows, and counts written as 128.0."""
+    table = published.read_text().replace(",128,", ",128.0,").replace("\n", "\r\n")
+    published.write_text(table, encoding="utf-8-sig", newline="")
+    assert validate(published, "json", refit=False) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["scores"][0]["count"] == 3
 
 
 def test_the_constants_are_remade_as_a_file_that_runs(published: Path) -> None:

@@ -1,7 +1,9 @@
 """The figures that no table gives, fitted on published step times: `diagnosd model fit steps.csv` prints this file.
 
 Everything else in the model is a data sheet, somebody's measurement of a part, or a formula, with its source beside it.
-Fitted on 77 step times of 11 sources.
+One figure more was chosen on figures that it is scored on: hardware.BY_SOFTWARE, the depth of a software network's
+pipeline, on two curves. And Omni-Path's share in hardware.FABRICS was read off the one source that it serves.
+Fitted on 77 step times of 10 sources.
 """
 
 from __future__ import annotations

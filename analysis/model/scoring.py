@@ -123,11 +123,16 @@ def grids(cases: Sequence[Case], lines: Sequence[Line]) -> list[tuple[str, list[
 
 def constant_mfu(cases: Sequence[Case], *, apart: bool) -> list[Line]:
     """What one MFU for each GPU and precision would say: the median of these cases, or of the other sources'."""
+    shares = [(case, _ideal(case) / case.seconds) for case in cases]
+    typical: dict[tuple[str, tuple[str, str]], float] = {}
     lines = []
-    for case in cases:
-        peers = [other for other in cases if not apart or other.source != case.source]
-        same = [other for other in peers if _kind(other) == _kind(case)] or peers or [case]
-        value = _ideal(case) / float(np.median([_ideal(other) / other.seconds for other in same]))
+    for case, share in shares:
+        key = case.source, _kind(case)
+        if key not in typical:
+            peers = [each for each in shares if not apart or each[0].source != case.source]
+            same = [mfu for other, mfu in peers if _kind(other) == _kind(case)] or [mfu for _, mfu in peers] or [share]
+            typical[key] = float(np.median(same))
+        value = _ideal(case) / typical[key]
         lines.append(Line(case.name, case.seconds, value, value, value))
     return lines
 
