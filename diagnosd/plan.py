@@ -171,7 +171,8 @@ def _title(shown: Expectation, plan: Plan) -> str:
     split = {"TP": layout.tp, "CP": layout.cp, "EP": layout.ep, "PP": layout.pp, "DP": layout.dp}
     nics = f"{float(machine.nics):g} x {float(machine.nic_rate) / 1e9:g} Gbit/s {machine.fabric.kind}"
     network = nics if isfinite(float(machine.nic_rate)) else "a network of which nothing is known"
-    where = f"{shown.ranks} {machine.gpu.name}, {machine.gpus} a node with {network}"
+    nodes = f"{machine.gpus} a node with {network}" if shown.ranks > machine.gpus else "one node"
+    where = f"{shown.ranks} {machine.gpu.name}, {nodes}"
     return f"{name} on {where}: " + " ".join(f"{key} {size}" for key, size in split.items() if size > 1 or key == "DP")
 
 

@@ -691,6 +691,13 @@ def test_no_step_is_shorter_than_its_flops_at_peak(work: Workload, one: Machine)
     assert float(step(work, one).total) >= work.batch * work.model.training("causal") / peak
 
 
+def test_a_step_of_less_than_a_second_has_a_wide_interval_for_what_is_fixed_is_hardly_known() -> None:
+    small = Workload(Transformer(12, 768, 3072, 12, 12, 50_304, 1024), Layout(dp=8), 480, 12)
+    short, long = expected(small, machine("A100-SXM")), expected(replace(small, batch=48_000), machine("A100-SXM"))
+    assert short.step.value < 1 < long.step.value
+    assert short.step.high / short.step.value > 1.3 > long.step.high / long.step.value
+
+
 @SOME
 @given(works, machines)
 def test_many_machines_at_once_are_each_as_alone(work: Workload, one: Machine) -> None:

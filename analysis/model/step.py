@@ -35,7 +35,8 @@ SENDS_EXPOSED, BACKWARD_USED = 0.5, 0.9
 OPTIMIZER_BYTES = 30
 BACKWARD = 2 / 3  # of a micro-batch
 
-# How uncertain a term is beside computing: the priors of notes/model.md 5.4, as multiples of that of computing.
+# How uncertain a term is beside computing: the priors of notes/model.md 5.4, as multiples of that of computing. Of
+# `fixed` no more is known than 10 to 200 ms (2.6): steps of a second and less have wide intervals.
 SPREADS: Mapping[str, float] = {
     "products": 1.0,
     "attention": 1.5,
@@ -47,7 +48,7 @@ SPREADS: Mapping[str, float] = {
     "bubble": 0.33,
     "gradients": 3.3,
     "optimizer": 1.7,
-    "fixed": 3.3,
+    "fixed": 6.0,
 }
 COMPUTING = ("products", "attention", "elementwise")  # their errors have one cause: they add up, the others are apart
 
@@ -223,13 +224,15 @@ def _gradients(work: Workload, machine: Machine) -> Quantity:
 
 def _window(work: Workload, per_micro: Quantity, busy: Quantity) -> Quantity:
     """Computing behind which gradients can be reduced: the backward of the last micro-batch; of an interleaved
-    pipeline all chunks but the last, over its last p micro-batches; with FSDP all of it.
+    pipeline all chunks but the last, over its last p micro-batches; with ZeRO-2, which reduces in each, every backward;
+    with FSDP all of it.
     """
     layout = work.layout
     if layout.zero == 3:
         return busy
     chunks = max(1.0, layout.pp * (layout.vpp - 1) / layout.vpp)
-    return per_micro * BACKWARD * chunks
+    times = traffic.gathers(work) if layout.zero == 2 else 1.0
+    return per_micro * BACKWARD * chunks * times
 
 
 def usable(work: Workload) -> float:
