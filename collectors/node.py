@@ -167,7 +167,8 @@ class Node:
             own = interfaces.pop(port.get("netdev", ""), None)
             of_netdev = self._nic(port["netdev"], own, addresses) if own else {}
             place = self._pci.function(self._machine.sys / "class/infiniband" / port["device"] / "device")
-            facts = {**{key: of_netdev[key] for key in _OF_NETDEV if key in of_netdev}, **port}
+            shared = {key: of_netdev[key] for key in _OF_NETDEV if key in of_netdev}
+            facts = {**shared, "netdev_state": of_netdev.get("state"), **port}
             placed.append(Placed(port["device"], facts, place or self._pci.at(port.get("pci"))))
         placed += [
             Placed(name, self._nic(name, folder, addresses), self._pci.function(folder / "device"))

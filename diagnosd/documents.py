@@ -176,6 +176,7 @@ class Nic(_Document, frozen=True):
     rail: int | None = None
     peer: Peer | None = None
     netns: str | None = None  # "other": held by another network namespace
+    netdev_state: str | None = None  # of its interface, where it has an RDMA device too: ACTIVE, DOWN
     addresses: tuple[str, ...] | None = None  # of its netdev
     physfn: str | None = None  # PCI address of the physical function that this one is a virtual one of
     members: tuple[Member, ...] | None = None  # of its netdev, where that is a bond
