@@ -129,9 +129,104 @@ CAUSES = {
                     "NCCL_DEBUG=INFO: why no IB? Is /dev/infiniband in the container, NCCL_IB_DISABLE unset?",
                 ),
                 "link_rate_low": Subtype(
-                    "the fabric runs below its declared rate",
+                    "a port of the fabric runs below the rate that it should have",
                     "fabric",
                     "On {host}: ethtool {nic} (ibstat, where InfiniBand): the negotiated rate and width.",
+                ),
+                "pcie_low": Subtype(
+                    "a PCIe link is slower or narrower than it could be",
+                    "node",
+                    "On {host}: lspci -vv: LnkSta against LnkCap; dmesg | grep 'available PCIe'. Reseat the card.",
+                ),
+                "nvlink_missing": Subtype(
+                    "NVLinks are missing",
+                    "node",
+                    "On {host}: nvidia-smi nvlink -s; nvidia-smi topo -m; systemctl status nvidia-fabricmanager.",
+                ),
+                "nic_affinity": Subtype(
+                    "a GPU sends over a NIC that is far from it",
+                    "config",
+                    "On {host}: nvidia-smi topo -m: give each GPU a NIC behind its own switch, and let NCCL choose.",
+                ),
+                "gdr_off": Subtype(
+                    "its NICs do not reach the GPUs' memory: each byte goes through the CPU's",
+                    "config",
+                    "On {host}: modprobe nvidia_peermem (or an open driver, for dma-buf); unset NCCL_NET_GDR_LEVEL.",
+                ),
+                "too_few_nics": Subtype(
+                    "it uses fewer NICs than there should be",
+                    "config",
+                    "On {host}: ibstat; ibv_devices: which ports are down? echo $NCCL_IB_HCA: does it name all?",
+                ),
+                "oversubscription": Subtype(
+                    "it crosses an oversubscribed fabric more often than it need",
+                    "config",
+                    "Place it under as few leaves as hold it (Slurm: --switches=1), a leaf's ranks one after another.",
+                ),
+                "layout": Subtype(
+                    "its tensor-parallel groups communicate over the network",
+                    "job",
+                    "Keep tp within what NVLink joins; give pp or dp the rest.",
+                ),
+                "environment": Subtype(
+                    "a setting of its environment slows it down",
+                    "job",
+                    "Unset it where the job is started, in its image, and in /etc/nccl.conf.",
+                ),
+                "version_skew": Subtype(
+                    "hosts or ranks do not run the same software",
+                    "node",
+                    "Install the same versions everywhere, and start the job anew.",
+                ),
+                "mtu": Subtype(
+                    "a port's packets are smaller than they should be",
+                    "fabric",
+                    "On {host}: ip link show; ibv_devinfo | grep mtu; set the MTU there and on the switch port.",
+                ),
+                "gid": Subtype(
+                    "RoCE is not told to use version 2",
+                    "config",
+                    "On {host}: show_gids (/sys/class/infiniband/{nic}/ports/1/gid_attrs/types): the index of RoCE v2.",
+                ),
+                "pfc": Subtype(
+                    "its traffic is in another priority than the fabric protects",
+                    "fabric",
+                    "On {host}: mlnx_qos -i {nic}; ethtool -S {nic} | grep prio; compare with the switch port.",
+                ),
+                "acs": Subtype(
+                    "access control of the PCIe switches sends its traffic through the root",
+                    "node",
+                    "On {host}, as root: setpci -s BRIDGE ECAP_ACS+0x6.w=0 for each switch port; or in the BIOS.",
+                ),
+                "iommu": Subtype(
+                    "the IOMMU translates each transfer",
+                    "node",
+                    "On {host}: add iommu=pt to the kernel's command line (or at its provisioning server).",
+                ),
+                "power_limit": Subtype(
+                    "GPUs may take less power than their default",
+                    "node",
+                    "On {host}: nvidia-smi -q -d POWER; nvidia-smi -pl.",
+                ),
+                "persistence_off": Subtype(
+                    "the driver does not keep idle GPUs",
+                    "node",
+                    "On {host}: systemctl enable --now nvidia-persistenced (nvidia-smi -pm 1).",
+                ),
+                "netdev_down": Subtype(
+                    "a network interface is down while its RDMA port is up",
+                    "node",
+                    "On {host}: ip -br link; ip link set dev INTERFACE up.",
+                ),
+                "too_few_gpus": Subtype(
+                    "a node has fewer GPUs than it should",
+                    "node",
+                    "On {host}: nvidia-smi -L; lspci -d 10de:; dmesg | grep -i xid: has one fallen off the bus?",
+                ),
+                "other_gpu": Subtype(
+                    "a node has other GPUs than declared",
+                    "config",
+                    "On {host}: nvidia-smi -L; correct node.gpu in the cluster.toml, or use other nodes.",
                 ),
             },
         ),
