@@ -279,6 +279,48 @@ def inventory(
     raise typer.Exit(node.inventory(host, sys_root, exclude or (), _socket(socket), output))
 
 
+@app.command(cls=Verb, short_help="Say what is not as it should be of these machines.")
+def check(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PATH",
+            parser=_path,
+            help="A recording (all its nodes and jobs), or what ibstat printed; else this node.",
+        ),
+    ] = None,
+    host: Host = "",
+    exclude: Exclude = None,
+    sys_root: SysRoot = None,
+    socket: Socket = None,
+    cluster: Cluster = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            callback=_plain_file,
+            help="A job that is to run here, for costs: a JOB.toml of `diagnosd model`.",
+        ),
+    ] = None,
+    output: OutputAs = Output.text,
+) -> None:
+    """Say what should be true of these machines and is not, why, what it costs, and what to do.
+
+    Example: diagnosd check --cluster cluster.toml
+
+    Exit code: 0 nothing was found, 3 something was, 1 nothing could be read.
+    """
+    if path is not None and sys_root is not None:
+        raise typer.BadParameter("a recording or a tree, not both", param_hint="--sys-root")
+    with _analysis(ERROR):
+        from diagnosd import check as lint  # noqa: PLC0415
+    if path is not None:
+        raise typer.Exit(lint.told(host, path, cluster, job, output))
+    raise typer.Exit(lint.machine(host, sys_root, exclude or (), _socket(socket), cluster, job, output))
+
+
 @app.command("yield", cls=Verb, short_help="Have every device let go of for a while.")
 def yield_(
     length: Annotated[
