@@ -131,7 +131,7 @@ CAUSES = {
                 "link_rate_low": Subtype(
                     "a port of the fabric runs below the rate that it should have",
                     "fabric",
-                    "On {host}: ethtool {nic} (ibstat, where InfiniBand): the negotiated rate and width.",
+                    "On {host}: ibstat {nic}; mlxlink -d {nic} -m (Ethernet: ethtool INTERFACE): rate, lanes, cable.",
                 ),
                 "pcie_low": Subtype(
                     "a PCIe link is slower or narrower than it could be",
@@ -191,7 +191,7 @@ CAUSES = {
                 "pfc": Subtype(
                     "its traffic is in another priority than the fabric protects",
                     "fabric",
-                    "On {host}: mlnx_qos -i {nic}; ethtool -S {nic} | grep prio; compare with the switch port.",
+                    "On {host}: mlnx_qos -i INTERFACE; ethtool -S INTERFACE | grep prio; compare with the switch port.",
                 ),
                 "acs": Subtype(
                     "access control of the PCIe switches sends its traffic through the root",
@@ -201,7 +201,7 @@ CAUSES = {
                 "iommu": Subtype(
                     "the IOMMU translates each transfer",
                     "node",
-                    "On {host}: add iommu=pt to the kernel's command line (or at its provisioning server).",
+                    "On {host}: add iommu=pt (Arm: iommu.passthrough=1) to the kernel's command line.",
                 ),
                 "power_limit": Subtype(
                     "GPUs may take less power than their default",

@@ -76,8 +76,8 @@ def test_a_port_below_its_siblings_is_3_with_what_is_what_should_be_why_and_what
         "  is         200 Gbit/s (2X NDR)",
         "  should be  400 Gbit/s (siblings: as 7 of the 8 ports of its kind on n01)",
         "  costs      not known (latent)",
-        "  do         On n01: ethtool mlx5_3 (ibstat, where InfiniBand): the negotiated",
-        "             rate and width.",
+        "  do         On n01: ibstat mlx5_3; mlxlink -d mlx5_3 -m (Ethernet: ethtool",
+        "             INTERFACE): rate, lanes, cable.",
     ]
 
 

@@ -571,6 +571,22 @@ def ethernet() -> ClusterSpec:
     return ClusterSpec(fabric=Fabric(kind="ethernet", rate_gbps=1.0, interface="eth0"))
 
 
+def ten_ports(rate: float = 200.0, beside: str = "NODE") -> NodeInventory:
+    """Two more ports than GPUs, of the same model, for storage; nobody says so."""
+    nics = tuple(port(n, rate_gbps=rate if n > 7 else 400.0) for n in range(10))
+    return healthy(nics=nics, affinity={one: {**words, "mlx5_8": beside} for one, words in near().items()})
+
+
+WIDE = {"tp:0": tuple(range(8))}
+
+
+def tray() -> NodeInventory:
+    """Four of the GPUs of a rack that NVLink joins."""
+    cards = tuple(gpu(n, name="NVIDIA GB200") for n in range(4))
+    fabric = NvFabric(state="completed", status="success", cluster_uuid="5f3a", clique=1)
+    return NodeInventory(gpus=cards, fabric=fabric)
+
+
 def roce_nodes(kinds: Sequence[str] = ("IB/RoCE v1", "RoCE v2")) -> tuple[NodeInventory, NodeInventory]:
     gids = tuple(Gid(index=2 + n, type=kind) for n, kind in enumerate(kinds))
     made = with_ports(link_layer="Ethernet", mtu=9000, gids=gids)
@@ -743,6 +759,58 @@ SILENT: Mapping[str, Callable[[], Site]] = {
         pauses={("n01", "ib0"): {3: 1000}, ("n02", "ib0"): {0: 0}},
     ),
     "hosts without GPUs": lambda: site(NodeInventory(software=Software(iommu="translated", persistence=False))),
+    "storage ports of half the rate behind a GPU's switch": lambda: site(ten_ports(beside="PXB")),
+    "storage ports of half the rate, of which only the training's is declared": lambda: site(
+        ten_ports(), cluster=ClusterSpec(fabric=Fabric(kind="infiniband", rate_gbps=400.0))
+    ),
+    "NCCL_IB_HCA that leaves the storage ports out": lambda: site(
+        *[ten_ports(rate=400.0)] * 2, of=job(env={"NCCL_IB_HCA": "=" + ",".join(f"mlx5_{n}" for n in range(8))})
+    ),
+    "a job of one rank a host, with one NIC": lambda: site(*TWO, of=job(per_host=1, env={"NCCL_IB_HCA": "=mlx5_0"})),
+    "a login node beside GPU nodes": lambda: site(
+        *[healthy()] * 4, NodeInventory(nics=(port(0, rate_gbps=200.0, mtu=2044),), software=Software(peermem=False))
+    ),
+    "a single GPU of a board, as clouds rent it": lambda: site(NodeInventory(gpus=(gpu(0, nvlinks_active=0),))),
+    "half a board of V100": lambda: site(
+        NodeInventory(gpus=tuple(Gpu(index=n, name="Tesla V100-SXM2-16GB", nvlinks_active=4) for n in range(4)))
+    ),
+    "PCIe cards that could be bridged": lambda: site(with_gpus(name="NVIDIA H200 NVL", nvlinks_active=0)),
+    "tensor-parallel groups over the trays of a rack": lambda: site(*[tray()] * 2, of=job(per_host=4, groups=WIDE)),
+    "a tray of which no inventory tells": lambda: site(tray(), of=job(per_host=4, groups=WIDE)),
+    "GeForce cards without GPUDirect RDMA, peers forbidden": lambda: site(
+        *[NodeInventory(gpus=(Gpu(index=0, name="NVIDIA GeForce RTX 4090"),), nics=(port(0),))] * 2,
+        of=job(per_host=1, env={"NCCL_P2P_DISABLE": "1"}, nccl=(Nccl(network="IB", nics=("mlx5_0",), gdr=False),)),
+    ),
+    "sockets that were asked for over Ethernet of which nobody says that it can RDMA": lambda: site(
+        *[healthy(nics=(port(0, link_layer="Ethernet", rate_gbps=25.0, mtu=1500),), affinity=None)] * 2,
+        of=job(env={"NCCL_IB_DISABLE": "1"}, nccl=(Nccl(network="Socket"),)),
+    ),
+    "settings that leave NCCL a choice": lambda: site(
+        *TWO, of=job(env={"NCCL_ALGO": "Ring,Tree", "NCCL_PROTO": "^LL128"})
+    ),
+    "settings of five thousand digits": lambda: site(
+        *roce_nodes(), cluster=ROCE, of=job(env=dict.fromkeys(("NCCL_IB_TC", "NCCL_MAX_CTAS"), "9" * 5000))
+    ),
+    "rails that share a leaf": lambda: site(
+        *TWO,
+        *TWO,
+        cluster=leaves(
+            {f"leaf{a}": tuple(f"n0{2 * a - b}/mlx5_{r}" for b in (1, 0) for r in range(8)) for a in (1, 2)}
+        ),
+        of=job(("n01", "n02", "n03", "n04")),
+    ),
+    "leaves of unequal size, all of them needed": lambda: site(
+        *TWO,
+        *TWO,
+        cluster=leaves({"leaf1": ("n01", "n02"), "leaf2": ("n03",), "leaf3": ("n04",)}),
+        of=job(("n01", "n02", "n03", "n04")),
+    ),
+    "storage that is paused in a priority of its own": lambda: site(
+        *roce_nodes(), cluster=ROCE, pauses={("n01", "ib8"): {5: 9}}
+    ),
+    "an idle GPU behind a bridge that idles with it": lambda: site(
+        with_gpu(1, pcie_busy=False, pcie_gen=1, pcie_gen_path=1, pcie_width_path=16)
+    ),
     "IPoIB that nobody uses": lambda: site(with_ports(netdev_state="DOWN")),
     "an empty machine": lambda: site(NodeInventory()),
 }
@@ -932,6 +1000,37 @@ def test_ranks_that_a_jobs_document_alone_names_are_known() -> None:
 @pytest.mark.parametrize("text", ["", "x", "5-1", "0-99999999999", "-3", "1-2-3", "0-999999999"])
 def test_members_that_are_no_ranges_are_none(text: str) -> None:
     assert ranges(text) == ()
+
+
+def test_what_nccl_said_of_an_earlier_attempt_is_forgotten() -> None:
+    seen = gathered(
+        "diagnosd_rank,job=j,host=n01,rank=0 attempt=0i 1",
+        'diagnosd_nccl,job=j,host=n01,rank=0,group=world:0 network="Socket" 1',
+        "diagnosd_rank,job=j,host=n01,rank=0 attempt=1i 1",
+    )
+    assert seen.jobs["j"].ranks[0].nccl == ()
+
+
+def test_an_nvlink_fabric_whose_number_is_all_zeros_ends_with_the_node() -> None:
+    fabric = NvFabric(state="completed", cluster_uuid="00000000-0000-0000-0000-000000000000", clique=0)
+    each = one(*[healthy(fabric=fabric)] * 2, of=job(groups={"tp:0": tuple(range(16))}))
+    assert each.subtype == "layout"
+
+
+def test_two_settings_of_one_job_are_two_diagnoses() -> None:
+    seen = site(*TWO, of=job(env={"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}))
+    assert len({document(each, seen, "east")["id"] for each in check(seen)}) == 2
+
+
+def test_the_mtu_of_ipoib_is_told_and_has_no_price() -> None:
+    assert one(with_port(2, mtu=2044), healthy(), cluster=CLUSTER, of=job(env={})).cost is None
+
+
+def test_gpudirect_that_is_off_for_no_nic_is_near_says_so() -> None:
+    far = healthy(affinity={f"GPU{g}": {f"mlx5_{p}": "NODE" for p in range(8)} for g in range(8)})
+    each = one(far, far, of=job(nccl=(dataclasses.replace(FAST, gdr=False),)))
+    assert each.because == "no NIC behind a GPU's own PCIe switch on n01, n02: NCCL then leaves it off"
+    assert "NCCL_NET_GDR_LEVEL=PHB" in remedy(each)
 
 
 def test_a_finding_is_a_diagnosis_of_the_contract() -> None:

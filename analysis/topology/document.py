@@ -66,7 +66,7 @@ def document(finding: Finding, site: Site, cluster: str) -> dict[str, Any]:
     """Without times: it is so, whenever it became so. Keys that do not apply are missing."""
     cost, latent = finding.cost, is_latent(finding)
     job = cost.job if cost else next(iter(finding.jobs), None)
-    about = (cluster, job, CAUSE.code, finding.subtype, finding.loci)
+    about = (cluster, job, CAUSE.code, finding.subtype, finding.loci, finding.seen)  # a job has many settings
     victims = sorted({each.name for each in site.ordered_jobs() if _touches(finding, each)})
     one = f"{finding.seen}; should be {finding.should}: {finding.because}"
     evidence = {

@@ -11,9 +11,9 @@ from diagnosd.analysis.topology.ports import NEAR, candidates, training_ports
 from diagnosd.analysis.topology.site import JobSeen, Site, gpu_locus
 from diagnosd.documents import Gpu, Nic, NodeInventory
 
-# NVLinks of a GPU, by the model's name for it (data sheets; an H800's and an A800's are 8 of those of the chip).
+# NVLinks of a GPU, by the model's name for it (data sheets; an H800's and an A800's are 8 of those of the chip). Of a
+# V100's six, its board decides how many are joined, and a part of a board may be rented: siblings tell.
 NVLINKS: Mapping[str, int] = {
-    "V100-SXM": 6,
     "A100-SXM": 12,
     "A100-SXM-40GB": 12,
     "A800-SXM": 8,
@@ -38,6 +38,12 @@ def known(name: str | None) -> hardware.Gpu | None:
         return hardware.gpu(name) if name else None
     except UnknownHardwareError:
         return None
+
+
+def is_geforce(inventory: NodeInventory) -> bool:
+    """Whether all its GPUs are of those whose driver has neither GPUDirect RDMA nor copies from peer to peer."""
+    gpus = inventory.gpus or ()
+    return bool(gpus) and all("GeForce" in (gpu.name or "") for gpu in gpus)
 
 
 # -- PCIe --------------------------------------------------------------------------------------------------------------
@@ -70,7 +76,7 @@ def _link(host: str, locus: str, each: Gpu | Nic, alike: Sequence[Gpu | Nic], ra
     elif idles and lost and most:
         because = f"as {most[1]} of its kind on {host}, idle or not"
         yield _low(host, locus, "its link has", (None, now[1]), (None, most[0]), "siblings", because, rate)
-    if _less(path, best):
+    if _less((None, path[1]) if idles else path, best):  # a bridge of its board may lower with it
         because = "what the device and the slots above it can do"
         yield _low(host, locus, "the way to it leads over a link at", path, best, "hardware", because, rate)
     if slots and _less(slot, slots[0]) and _less(slot, (each.pcie_gen_max, each.pcie_width_max)):
@@ -162,8 +168,8 @@ def nvlink(site: Site) -> Iterator[Finding]:
 
 
 def _links(host: str, gpu: Gpu, gpus: Sequence[Gpu], declared: int | None) -> Iterator[Finding]:
-    if gpu.nvlinks_active is None or gpu.mig:
-        return
+    if gpu.nvlinks_active is None or gpu.mig or (len(gpus) == 1 and not gpu.nvlinks_active):
+        return  # a single GPU, as clouds rent them, has nobody to be joined to
     kind = known(gpu.name)
     should, basis, because = _should(gpu, gpus, declared, kind)
     if should and gpu.nvlinks_active < should:
@@ -179,12 +185,17 @@ def _should(
 ) -> tuple[int | None, str, str]:
     if declared:
         return declared, "declared", "declared in the cluster.toml"
-    if kind and kind.name in NVLINKS:
+    if kind and kind.name in NVLINKS and not _is_bridged(gpu):
         return NVLINKS[kind.name], "hardware", f"an {kind.name} has so many"
     most = usual(other.nvlinks_active for other in gpus if other.name == gpu.name)
     if most:
         return most[0], "siblings", f"as {most[1]} of the {len(gpus)} GPUs"
     return (gpu.nvlinks if gpu.nvlinks_active else None), "hardware", "as many as NVML says that it has"
+
+
+def _is_bridged(gpu: Gpu) -> bool:
+    """PCIe cards, which have NVLink where somebody bought the bridges: H100 NVL, H200 NVL."""
+    return (gpu.name or "").upper().endswith(" NVL")
 
 
 def _missing(host: str, gpu: Gpu, seen: str, should: str, basis: str, because: str, part: float) -> Finding:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from diagnosd.analysis.model.machine import GDR_OFF
 from diagnosd.analysis.model.workload import ORDER, Layout, ModelError, TooLittleKnownError, read
 from diagnosd.analysis.topology.finding import Effect, Finding, listed, usual
+from diagnosd.analysis.topology.nodes import is_geforce
 from diagnosd.analysis.topology.ports import RDMA_KINDS, training_ports
 from diagnosd.analysis.topology.site import JobSeen, Nccl, Site
 from diagnosd.documents import NodeInventory, Software
@@ -28,7 +30,7 @@ def sockets(site: Site) -> Iterator[Finding]:
             ranks = job.on(host)
             fell = [fact for rank in ranks for fact in rank.nccl if fact.network == "Socket"]
             asked = _asks_for_sockets([rank.env or {} for rank in ranks])
-            if (not fell and not asked) or not _has_rdma(site, host):
+            if (not fell and not asked) or not _has_rdma(site, host, asked=bool(asked)):
                 continue
             if asked and any(fact.network not in (None, "Socket") for rank in ranks for fact in rank.nccl):
                 continue  # another plugin ignores the setting, as some cloud's do
@@ -38,7 +40,7 @@ def sockets(site: Site) -> Iterator[Finding]:
                 seen="NCCL communicates over TCP sockets" if fell else f"{asked} makes NCCL use TCP sockets",
                 should="RDMA",
                 basis="observed" if fell else "rule",
-                because=f"the fabric is RDMA{f', and {asked} is set' if fell and asked else ''}",
+                because=f"{_who_says_rdma(site)}{f', and {asked} is set' if fell and asked else ''}",
                 hosts=(host,),
                 jobs=(job.name,),
                 effect=_as_sockets(site, host),
@@ -55,12 +57,22 @@ def _asks_for_sockets(environments: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
-def _has_rdma(site: Site, host: str) -> bool:
-    """Whether a port of the host is RDMA's, or the declared fabric is."""
+def _has_rdma(site: Site, host: str, *, asked: bool) -> bool:
+    """Whether the declared fabric is RDMA's, or a port of the host that is up.
+
+    Adapters for Ethernet have RDMA where nobody has made the network fit for it: who asks for sockets may be right.
+    """
     fabric = site.cluster.fabric if site.cluster else None
     if fabric and fabric.kind:
         return fabric.kind in RDMA_KINDS
-    return host in site.inventories and any(port.active and port.nic.device for port in training_ports(site, host))
+    ports = training_ports(site, host) if host in site.inventories else []
+    able = [port.nic for port in ports if port.active and port.nic.device]
+    return any(nic.link_layer != "Ethernet" or not asked for nic in able)
+
+
+def _who_says_rdma(site: Site) -> str:
+    fabric = site.cluster.fabric if site.cluster else None
+    return f"the declared fabric is {fabric.kind}" if fabric and fabric.kind else "the host has RDMA ports that are up"
 
 
 def _as_sockets(site: Site, host: str) -> Effect | None:
@@ -81,7 +93,8 @@ def gdr(site: Site) -> Iterator[Finding]:
             yield found
     for host, inventory in site.nodes():
         software = inventory.software
-        if host not in told and inventory.gpus and software and _has_rdma(site, host) and _can_gdr(inventory):
+        may = inventory.gpus and not is_geforce(inventory)
+        if host not in told and may and software and _needs_peermem(site, host):
             yield from _no_way(site, host, software)
 
 
@@ -100,15 +113,21 @@ def _forbids_gdr(environments: Sequence[Mapping[str, str]]) -> str:
 
 def _no_gdr(site: Site, job: JobSeen) -> Finding | None:
     """On which hosts of a job NCCL's log or a setting says so; what may be the reason is told with it."""
-    logged = {host for host in job.hosts for rank in job.on(host) for fact in rank.nccl if _is_without(fact)}
-    asked = {host: how for host in job.hosts if (how := _forbids_gdr([rank.env or {} for rank in job.on(host)]))}
+    able = [host for host in job.hosts if not is_geforce(site.inventories.get(host, NodeInventory()))]
+    logged = {host for host in able for rank in job.on(host) for fact in rank.nccl if _is_without(fact)}
+    asked = {host: how for host in able if (how := _forbids_gdr([rank.env or {} for rank in job.on(host)]))}
     hosts = tuple(sorted(logged or asked))
     if not hosts:
         return None
     software = {host: (site.inventories.get(host) or NodeInventory()).software or Software() for host in hosts}
     bare = [host for host, each in software.items() if each.peermem is False and each.dmabuf is not True]
     how = next(iter(asked.values()), "")
-    reasons = [f"{how} is set" if how else "", f"no peer memory module on {listed(bare)}" if bare else ""]
+    far = [host for host in hosts if _is_far(site, host)]
+    reasons = [
+        f"{how} is set" if how else "",
+        f"no peer memory module on {listed(bare)}" if bare else "",
+        f"no NIC behind a GPU's own PCIe switch on {listed(far)}: NCCL then leaves it off" if far else "",
+    ]
     return Finding(
         subtype="gdr_off",
         loci=tuple(f"host:{host}" for host in hosts),
@@ -119,19 +138,31 @@ def _no_gdr(site: Site, job: JobSeen) -> Finding | None:
         hosts=hosts,
         jobs=(job.name,),
         effect=GDR_OFF_EFFECT,
-        remedy=f"Unset {how.partition('=')[0]}." if how else "",
+        remedy=f"Unset {how.partition('=')[0]}." if how else _TRY_FURTHER if far and not bare else "",
     )
 
 
-def _can_gdr(inventory: NodeInventory) -> bool:
-    """Not where all GPUs are of those whose driver has no GPUDirect RDMA."""
-    return not all("GeForce" in (gpu.name or "") for gpu in inventory.gpus or ())
+_TRY_FURTHER = "Measure with NCCL_NET_GDR_LEVEL=PHB (SYS across sockets), or put the NICs behind the GPUs' switches."
+
+
+def _is_far(site: Site, host: str) -> bool:
+    inventory = site.inventories.get(host, NodeInventory())
+    ports = training_ports(site, host) if inventory.affinity else []
+    return bool(ports) and not any(port.is_near_a_gpu(inventory) for port in ports)
+
+
+def _needs_peermem(site: Site, host: str) -> bool:
+    """InfiniBand's drivers do, and those of a declared RoCE fabric; EFA's and Omni-Path's bring their own way."""
+    fabric = site.cluster.fabric if site.cluster else None
+    if fabric and fabric.kind:
+        return fabric.kind in ("infiniband", "roce")
+    return any(port.active and port.nic.link_layer == "InfiniBand" for port in training_ports(site, host))
 
 
 def _no_way(site: Site, host: str, software: Software) -> Iterator[Finding]:
-    most = usual(
-        each.software.peermem for _, each in site.nodes() if each.software and each.software.peermem is not None
-    )
+    kin = next(hosts for hosts in site.kin() if host in hosts)
+    told = [each.software.peermem for each in kin.values() if each.software]
+    most = usual(peermem for peermem in told if peermem is not None)
     lacks = software.peermem is False and software.dmabuf is not True
     because = ""
     if lacks and software.dmabuf is False:
@@ -222,19 +253,18 @@ def oversubscription(site: Site) -> Iterator[Finding]:
         for host, _, device in (member.partition("/") for member in members):
             rails.setdefault(device, {})[host] = leaf
     for job in site.ordered_jobs():
-        found = [_crossing(job, home, leaves, ratio) for _, home in sorted(rails.items())]
+        found = [_crossing(job, home, ratio) for _, home in sorted(rails.items())]
         yield from sorted(filter(None, found), key=lambda each: -(each.observed or 0))[:1]
 
 
-def _crossing(
-    job: JobSeen, home: Mapping[str, str], leaves: Mapping[str, Sequence[str]], ratio: float
-) -> Finding | None:
+def _crossing(job: JobSeen, home: Mapping[str, str], ratio: float) -> Finding | None:
     """What a job crosses in one rail more than it need; None where it is nothing, or a host has no leaf."""
     hosts = [host for host in _in_order(job) if host in home]
     if len(hosts) < 2 or len(hosts) < len(job.hosts):
         return None
-    room = max(len(leaves[leaf]) for leaf in set(home.values()))
-    over, fewest = len({home[host] for host in hosts}), -(-len(hosts) // room)
+    rooms = sorted(Counter(home.values()).values(), reverse=True)
+    fewest = next(count for count in range(1, len(rooms) + 1) if sum(rooms[:count]) >= len(hosts))
+    over = len({home[host] for host in hosts})
     changes, least = _changes([home[host] for host in hosts]), fewest if fewest > 1 else 0
     if over <= fewest and changes <= least:
         return None
@@ -246,7 +276,7 @@ def _crossing(
         seen=what,
         should="one leaf" if fewest == 1 else f"{fewest} leaves, each left once",
         basis="declared",
-        because=f"between leaves the fabric is {ratio:g} times oversubscribed, and a leaf has {room} hosts",
+        because=f"between leaves the fabric is {ratio:g} times oversubscribed, and the largest has {rooms[0]} hosts",
         hosts=job.hosts,
         jobs=(job.name,),
         effect=Effect("crossing", changes / len(hosts), least / len(hosts), 1.0, healthy=least / len(hosts)),
@@ -270,7 +300,7 @@ def layout(site: Site) -> Iterator[Finding]:
     """Tensor-parallel groups that NVLink does not join: each layer waits for the network."""
     for job in site.ordered_jobs():
         groups = _tensor_groups(job)
-        known = {name: ranks for name, ranks in groups.items() if all(rank in job.ranks for rank in ranks)}
+        known = {name: ranks for name, ranks in groups.items() if all(_is_placed(site, job, rank) for rank in ranks)}
         torn = {name: ranks for name, ranks in known.items() if len(_domains(site, job, ranks)) > 1}
         if not torn:
             continue
@@ -319,6 +349,11 @@ def _tensor_groups(job: JobSeen) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _is_placed(site: Site, job: JobSeen, rank: int) -> bool:
+    """Only the inventory of its host tells what NVLink joins there: it may be a tray of a rack."""
+    return rank in job.ranks and job.ranks[rank].host in site.inventories
+
+
 def _domains(site: Site, job: JobSeen, ranks: Sequence[int]) -> set[object]:
     return {_domain(site, job.ranks[rank].host) for rank in ranks}
 
@@ -326,7 +361,8 @@ def _domains(site: Site, job: JobSeen, ranks: Sequence[int]) -> set[object]:
 def _domain(site: Site, host: str) -> object:
     """What NVLink joins: a host, or all hosts with one fabric and clique."""
     fabric = site.inventories.get(host, NodeInventory()).fabric
-    return (fabric.cluster_uuid, fabric.clique) if fabric and fabric.cluster_uuid else host
+    joined = fabric and fabric.cluster_uuid and fabric.cluster_uuid.strip("0-")  # all zeros where it ends with the node
+    return (fabric.cluster_uuid, fabric.clique) if fabric and joined else host
 
 
 def _room(site: Site, job: JobSeen) -> dict[object, int]:

@@ -8,11 +8,11 @@ port is measured by others of the same model alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diagnosd.analysis.topology.finding import ALIKE, Effect, Finding, listed, share, usual
-from diagnosd.analysis.topology.site import JobSeen, Site, nic_locus, port_name
+from diagnosd.analysis.topology.site import JobSeen, RankSeen, Site, nic_locus, port_name
 from diagnosd.documents import Nic, NodeInventory
 
 NEAR = ("PIX", "PXB")  # behind the same PCIe switch, or one switch further: where a GPU's own NIC sits
@@ -68,15 +68,10 @@ def declared_ports(site: Site, host: str, inventory: NodeInventory) -> list[Port
     """Those that somebody has said to be of the fabric, RDMA device or not; empty where nobody has."""
     cluster = site.cluster
     interfaces = cluster.fabric.interfaces if cluster and cluster.fabric else ()
-    leaves = (cluster.leaves if cluster else None) or {}
-    devices = {member.partition("/")[2] for members in leaves.values() for member in members if _is_of(member, host)}
+    devices = site.rail_devices.get(host, set())
     mine = [Port(host, nic) for nic in inventory.nics or () if nic.role not in OTHER_ROLES and nic.netns is None]
     named = [port for port in mine if {port.nic.netdev, port.nic.device} & {*interfaces, *devices} - {None, ""}]
     return named or [port for port in mine if port.nic.role == "compute"]
-
-
-def _is_of(member: str, host: str) -> bool:
-    return "/" in member and member.partition("/")[0] == host
 
 
 def training_ports(site: Site, host: str) -> list[Port]:
@@ -127,13 +122,19 @@ def _below_declared(site: Site, host: str, inventory: NodeInventory) -> Iterator
     rate, ports = declared_rate(site), training_ports(site, host)
     if not rate:
         return
-    node = site.cluster.node if site.cluster else None
     well = [port for port in ports if port.rate and port.rate >= LOW * rate]
-    if not declared_ports(site, host, inventory) and node and node.nics and len(well) >= node.nics:
-        return  # as many as declared run as declared: the others are for something else
+    if not declared_ports(site, host, inventory) and _are_enough(site, inventory, len(well)):
+        return  # the others are for something else
     for port in ports:
         if port.rate and port.rate < LOW * rate:
             yield _slow(port, rate, "declared", "declared in the cluster.toml")
+
+
+def _are_enough(site: Site, inventory: NodeInventory, ports: int) -> bool:
+    """As many as declared, or one for each GPU: what there is beyond them is for storage or the like."""
+    node = site.cluster.node if site.cluster else None
+    enough = (node.nics if node else None) or len(inventory.gpus or ())
+    return 0 < enough <= ports
 
 
 def _slow(port: Port, rate: float, basis: str, because: str) -> Finding:
@@ -160,7 +161,12 @@ def _below_siblings(site: Site) -> Iterator[Finding]:
     Several of one host that are equally slow may be there for something else: they count where they sit beside a GPU as
     the fast ones do, or where other hosts' ports of that name are fast.
     """
-    everywhere = {host: [port for port in candidates(host, each) if port.rate] for host, each in site.nodes()}
+    for hosts in site.kin():
+        yield from _below_kin(site, hosts)
+
+
+def _below_kin(site: Site, hosts: Mapping[str, NodeInventory]) -> Iterator[Finding]:
+    everywhere = {host: [port for port in candidates(host, each) if port.rate] for host, each in hosts.items()}
     named: dict[tuple[object, ...], list[float | None]] = {}
     for port in (each for ports in everywhere.values() for each in ports):
         named.setdefault((port.name, port.model), []).append(port.rate)
@@ -183,10 +189,14 @@ def _is_known(port: Port, ports: Sequence[Port]) -> bool:
 
 def _is_odd(site: Site, port: Port, ports: Sequence[Port], there: tuple[float | None, int] | None) -> bool:
     inventory = site.inventories[port.host]
-    if port.nic.role == "compute" or port.is_near_a_gpu(inventory):
-        return True
     as_slow = [other for other in ports if other.model == port.model and other.rate == port.rate]
     fast = [other for other in ports if other.model == port.model and (other.rate or 0) > (port.rate or 0)]
+    if port.nic.role == "compute":
+        return True
+    if _are_enough(site, inventory, len(fast)):
+        return False
+    if port.is_near_a_gpu(inventory):
+        return True
     elsewhere = there is not None or any(other.is_near_a_gpu(inventory) for other in fast)
     return len(as_slow) == 1 and not elsewhere
 
@@ -258,8 +268,13 @@ def _fewer_than_declared(site: Site, host: str) -> Finding | None:
 
 def _fewer_than_siblings(site: Site) -> Iterator[Finding]:
     """A port that is up on most hosts is not meant to be down on one."""
+    for hosts in site.kin():
+        yield from _fewer_than_kin(site, hosts)
+
+
+def _fewer_than_kin(site: Site, hosts: Mapping[str, NodeInventory]) -> Iterator[Finding]:
     states = {
-        host: {port.name: port.active for port in candidates(host, each)} for host, each in site.nodes() if each.nics
+        host: {port.name: port.active for port in candidates(host, each)} for host, each in hosts.items() if each.nics
     }
     for name in sorted({name for ports in states.values() for name in ports}):
         up = [host for host, ports in states.items() if ports.get(name)]
@@ -317,12 +332,13 @@ def _unused(site: Site, job: JobSeen, host: str) -> Finding | None:
         used = {port.nic.device or "" for port in ports if any(is_chosen(port, each or "") for each in filters)}
         because = f"NCCL_IB_HCA={listed(sorted(each for each in filters if each))}"
     left = [port for port in ports if port.nic.device not in used]
-    if not left or len(left) == len(ports):
+    carry = len(ports) - len(left)
+    if not left or not carry or _suffice(site, host, ranks, carry):
         return None
     return Finding(
         subtype="too_few_nics",
         loci=tuple(port.locus for port in left),
-        seen=f"{len(ports) - len(left)} of {len(ports)} ports are used",
+        seen=f"{carry} of {len(ports)} ports are used",
         should=f"{len(ports)} ports: {listed(port.name for port in left)} can carry too",
         basis="observed",
         because=because,
@@ -330,10 +346,17 @@ def _unused(site: Site, job: JobSeen, host: str) -> Finding | None:
         jobs=(job.name,),
         effect=share("nics", 1 - len(left) / len(ports)),
         remedy=f"Unset NCCL_IB_HCA, or let it name all: {','.join(port.nic.device or '' for port in ports)}",
-        observed=len(ports) - len(left),
+        observed=carry,
         expected=len(ports),
         unit="ports",
     )
+
+
+def _suffice(site: Site, host: str, ranks: Sequence[RankSeen], used: int) -> bool:
+    """A port for each GPU, the others being for storage; or for each rank of a job that has a part of the node."""
+    inventory = site.inventories[host]
+    has_a_part = len(ranks) < len(inventory.gpus or ())
+    return _are_enough(site, inventory, used) or (has_a_part and used >= len(ranks))
 
 
 def is_chosen(port: Port, text: str) -> bool:
@@ -355,7 +378,12 @@ def _matches(nic: Nic, name: str, *, exact: bool) -> bool:
 def mtu(site: Site) -> Iterator[Finding]:
     """Fewer bytes a packet than most of its kind; on a declared RoCE fabric, than RDMA's packets need."""
     roce = site.cluster is not None and site.cluster.fabric is not None and site.cluster.fabric.kind == "roce"
-    ports = [port for host, _ in site.nodes() for port in training_ports(site, host) if port.active and port.nic.mtu]
+    for hosts in site.kin():
+        yield from _small_of(site, hosts, roce=roce)
+
+
+def _small_of(site: Site, hosts: Iterable[str], *, roce: bool) -> Iterator[Finding]:
+    ports = [port for host in hosts for port in training_ports(site, host) if port.active and port.nic.mtu]
     models = {port.model for port in ports}
     usually = {model: usual(port.nic.mtu for port in ports if port.model == model) for model in models}
     for port in ports:
@@ -375,8 +403,9 @@ def _small(port: Port, now: int, should: int, basis: str, because: str) -> Findi
         basis="siblings" if basis == "siblings" else "hardware",
         because=because,
         hosts=(port.host,),
-        # Headers take 2 % of packets of 4096 bytes and 7 % of those of 1024 (notes: 0.98 and 0.93).
-        effect=Effect("rail", 0.95, 1.0, 0.93),
+        # Headers take 2 % of packets of 4096 bytes and 7 % of those of 1024 (notes: 0.98 and 0.93). That of an IPoIB
+        # interface is no limit of RDMA's packets.
+        effect=Effect("rail", 0.95, 1.0, 0.93) if port.nic.link_layer == "Ethernet" else None,
         observed=now,
         expected=should,
         unit="bytes",
@@ -439,6 +468,7 @@ def priorities(site: Site) -> Iterator[Finding]:
                 wanted is not None
                 and text.isascii()
                 and text.isdecimal()
+                and len(text) < 4
                 and int(text) < 256
                 and int(text) >> 5 != wanted
             ):
@@ -462,7 +492,7 @@ def _paused(site: Site, wanted: int | None) -> Iterator[Finding]:
         where: frozenset(priority for priority, count in counts.items() if count)
         for where, counts in sorted(site.pauses.items())
     }
-    at = {where: priorities for where, priorities in at.items() if priorities}
+    at = {where: priorities for where, priorities in at.items() if priorities and _trains(site, *where)}
     most = usual(at.values())
     right = frozenset({wanted}) if wanted is not None else most[0] if most else None
     for (host, interface), seen in at.items():
@@ -478,6 +508,11 @@ def _paused(site: Site, wanted: int | None) -> Iterator[Finding]:
                 else f"as {most[1] if most else 0} interfaces",
                 hosts=(host,),
             )
+
+
+def _trains(site: Site, host: str, interface: str) -> bool:
+    """Storage may have a priority of its own."""
+    return host not in site.inventories or interface in {port.nic.netdev for port in training_ports(site, host)}
 
 
 def _numbers(values: Iterable[int]) -> str:

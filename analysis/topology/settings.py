@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from diagnosd.analysis.topology.finding import ALIKE, Finding, by, listed, usual
-from diagnosd.analysis.topology.nodes import NVLINKS, known
+from diagnosd.analysis.topology.nodes import NVLINKS, is_geforce, known
 from diagnosd.analysis.topology.placement import SOCKET_NAMES
 from diagnosd.analysis.topology.ports import Port, candidates, is_chosen, training_ports
 from diagnosd.analysis.topology.site import JobSeen, RankSeen, Site
@@ -29,6 +29,7 @@ class Setting:
     should: str
     because: str
     between: bool = False
+    inside: bool = False  # only to ranks of one host whose GPUs could reach each other
     nvls: bool = False  # matters only where NVSwitches can add up
 
 
@@ -45,19 +46,28 @@ def _is_off(value: str) -> bool:
 
 
 def _whole(value: str) -> float:
-    return int(value) if value.isascii() and value.isdecimal() else inf
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else inf
+
+
+def _is_one(value: str) -> bool:
+    """One alone: `^LL128` leaves a choice, and so does `Ring,Tree`."""
+    return _is_set(value) and not value.strip().startswith("^") and "," not in value
 
 
 # What NCCL, its issues and the field say of each (notes/model.md 1.1, 2.10; notes/field.md 5.3).
 SETTINGS = (
-    Setting("NCCL_P2P_DISABLE", _is_on, UNSET, "GPUs of a node then copy through the CPU's memory, NVLink lies idle"),
+    Setting("NCCL_P2P_DISABLE", _is_on, UNSET, "GPUs of a node then copy through the CPU's memory", inside=True),
     Setting(
-        "NCCL_P2P_LEVEL", lambda value: value.upper() in ("LOC", "0"), UNSET, "no GPU then talks to another itself"
+        "NCCL_P2P_LEVEL",
+        lambda value: value.upper() in ("LOC", "0"),
+        UNSET,
+        "GPUs of a node then copy through the CPU's memory",
+        inside=True,
     ),
-    Setting("NCCL_SHM_DISABLE", _is_on, UNSET, "ranks of a node without P2P then use the network"),
+    Setting("NCCL_SHM_DISABLE", _is_on, UNSET, "ranks of a node without P2P then use the network", inside=True),
     Setting("NCCL_NVLS_ENABLE", _is_off, UNSET, "NVSwitches then do not add up: 370 instead of 480 GB/s", nvls=True),
-    Setting("NCCL_ALGO", _is_set, UNSET, "a forced algorithm costs 15 to 50 % at the sizes that it is not made for"),
-    Setting("NCCL_PROTO", _is_set, UNSET, "a forced protocol costs up to half of the rate of some message sizes"),
+    Setting("NCCL_ALGO", _is_one, UNSET, "a forced algorithm costs 15 to 50 % at the sizes that it is not made for"),
+    Setting("NCCL_PROTO", _is_one, UNSET, "a forced protocol costs up to half of the rate of some message sizes"),
     Setting("NCCL_NTHREADS", _is_set, UNSET, "NCCL chooses it by the GPU; fewer starve the links"),
     Setting("NCCL_MAX_NCHANNELS", _is_set, UNSET, "fewer channels than links leave some of them idle"),
     Setting("NCCL_MAX_CTAS", lambda value: _whole(value) < 16, UNSET, "fewer than 16 do not fill a node's links"),
@@ -90,6 +100,8 @@ def settings(site: Site) -> Iterator[Finding]:
 def _ill(site: Site, job: JobSeen, told: Mapping[int, RankSeen], each: Setting) -> Iterator[Finding]:
     if (each.between and len(job.hosts) < 2) or (each.nvls and not _has_nvls(site, job)):
         return
+    if each.inside and not _has_neighbours(site, job):
+        return
     values: dict[str, list[str]] = {}
     for rank in told.values():
         value = (rank.env or {}).get(each.name)
@@ -113,6 +125,12 @@ def _environment(job: JobSeen, hosts: list[str], seen: str, should: str, because
         jobs=(job.name,),
         remedy=remedy or (unset if should == UNSET else f"Set {name} to {should}."),
     )
+
+
+def _has_neighbours(site: Site, job: JobSeen) -> bool:
+    """Whether ranks share a host whose GPUs may be peers: the driver of GeForce cards forbids it."""
+    shared = [host for host in job.hosts if len(job.on(host)) > 1]
+    return any(not is_geforce(site.inventories.get(host, NodeInventory())) for host in shared)
 
 
 def _has_nvls(site: Site, job: JobSeen) -> bool:
@@ -204,12 +222,10 @@ OF_HOSTS: tuple[tuple[str, Callable[[Software], str | None]], ...] = (
 
 def skew(site: Site) -> Iterator[Finding]:
     """Software that is not the same on all hosts with the same GPUs, all ranks of a job, all adapters of one model."""
-    kinds: dict[frozenset[str | None], dict[str, Software]] = {}
-    for host, each in site.nodes():
-        kinds.setdefault(frozenset(gpu.name for gpu in each.gpus or ()), {})[host] = each.software or Software()
-    for hosts in kinds.values():
+    for hosts in site.kin():
+        software = {host: each.software or Software() for host, each in hosts.items()}
         for name, version in OF_HOSTS:
-            yield from _unequal(name, {host: known_as for host, told in hosts.items() if (known_as := version(told))})
+            yield from _unequal(name, {host: its for host, told in software.items() if (its := version(told))})
     for job in site.ordered_jobs():
         for name in ("nccl", "torch", "cuda"):
             by_rank = {number: rank.versions[name] for number, rank in job.ranks.items() if name in rank.versions}

@@ -72,7 +72,7 @@ class JobSeen:
         return self._by_host.get(host, [])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Site:
     inventories: Mapping[str, NodeInventory]
     cluster: ClusterSpec | None = None
@@ -82,6 +82,23 @@ class Site:
     def nodes(self) -> Iterator[tuple[str, NodeInventory]]:
         """In the order of their names, in whatever order they came."""
         yield from sorted(self.inventories.items())
+
+    def kin(self) -> list[dict[str, NodeInventory]]:
+        """Hosts that may be compared, for their GPUs are of the same kind; those without any are one group."""
+        kinds: dict[frozenset[str | None], dict[str, NodeInventory]] = {}
+        for host, each in self.nodes():
+            kinds.setdefault(frozenset(gpu.name for gpu in each.gpus or ()), {})[host] = each
+        return list(kinds.values())
+
+    @cached_property
+    def rail_devices(self) -> Mapping[str, set[str]]:
+        """By host, the devices that `leaves` of HOST/DEVICE name."""
+        found: dict[str, set[str]] = {}
+        for members in ((self.cluster.leaves if self.cluster else None) or {}).values():
+            for host, slash, device in (member.partition("/") for member in members):
+                if slash:
+                    found.setdefault(host, set()).add(device)
+        return found
 
     def ordered_jobs(self) -> list[JobSeen]:
         return [job for _, job in sorted(self.jobs.items())]
@@ -224,6 +241,7 @@ class Gathering:
         if attempt > newest:
             for kept in (self._ranks, self._groups, self._worlds):
                 kept.pop(name, None)
+            self._nccl = {where: groups for where, groups in self._nccl.items() if where[0] != name}
         self._attempts[name] = max(attempt, newest)
         return attempt >= newest
 
