@@ -62,18 +62,22 @@ def machine(
         )
         return 1
     spec = spec or (plan.cluster if plan else None)
-    jobs = {each.name: each for each in [_alone(plan, host, seen.inventory)] if each} if plan else {}
+    site = Site({host: seen.inventory}, spec, _jobs(plan, host, seen.inventory))
     rows = [(what, "; ".join(words)) for what, words in missing(where, seen)]
     name = (spec.name if spec else None) or UNNAMED
-    return _tell(Subject(str(root or host), Site({host: seen.inventory}, spec, jobs), name, rows), output)
+    return _tell(Subject(str(root or host), site, name, rows), output)
 
 
 def told(host: str, path: Path, cluster: Path | None, job: Path | None, output: str) -> int:
     """All nodes of a recording, as they were told last, and its jobs; or the ports of which ibstat has told."""
     spec, plan = _declared(cluster), _planned(job)
     if ports := _printed(path):
+        if not ports.nics:
+            print(f"diagnosd: {path}: it begins as ibstat's output does, and no port is in it", file=sys.stderr)
+            return 1
         spec = spec or (plan.cluster if plan else None)
-        return _tell(Subject(str(path), Site({host: ports}, spec), (spec.name if spec else None) or UNNAMED), output)
+        site = Site({host: ports}, spec, _jobs(plan, host, ports))
+        return _tell(Subject(str(path), site, (spec.name if spec else None) or UNNAMED), output)
     gathering = Gathering()
     with read(path) as reading:
         for points in reading:
@@ -109,13 +113,14 @@ def _planned(path: Path | None) -> Plan | None:
     return None if path is None else plan_from_toml(path.read_bytes(), str(path))
 
 
-def _alone(plan: Plan, host: str, inventory: NodeInventory) -> JobSeen | None:
+def _jobs(plan: Plan | None, host: str, inventory: NodeInventory) -> dict[str, JobSeen]:
     """The job that would run here, on as many nodes of this kind as the plan has: what is wrong here then costs it."""
-    if plan.job is None:
-        return None
+    if plan is None or plan.job is None:
+        return {}
     gpus = len(inventory.gpus or ()) or (plan.cluster.node.gpus if plan.cluster and plan.cluster.node else 0) or 1
     ranks = {number: RankSeen(number, host) for number in range(gpus)}
-    return JobSeen(plan.job.name or "the job", plan.job, ranks, world=gpus * (plan.nodes or 1))
+    name = plan.job.name or "the job"
+    return {name: JobSeen(name, plan.job, ranks, world=gpus * (plan.nodes or 1))}
 
 
 def _tell(subject: Subject, output: str) -> int:

@@ -217,6 +217,14 @@ def test_what_ibstat_printed_of_a_slow_port_names_it(tmp_path: Path) -> None:
     assert (finding["subtype"], finding["locus"]) == ("link_rate_low", ["nic:n01/mlx5_8/1"])
 
 
+@pytest.mark.parametrize("text", ["CA 'mlx5_0'\n", "CA '\x80\xff"])
+def test_a_torn_output_of_ibstat_without_a_port_is_1_and_no_health(text: str, tmp_path: Path) -> None:
+    (told := tmp_path / "ibstat.txt").write_bytes(text.encode("latin-1"))
+    done = checked(told)
+    assert done.exit_code == 1
+    assert "no port is in it" in done.output
+
+
 def test_this_machine_can_be_checked(tmp_path: Path) -> None:
     done = checked("--socket", tmp_path / "probe.sock")
     assert done.exit_code in (0, 3), done.output

@@ -808,6 +808,9 @@ SILENT: Mapping[str, Callable[[], Site]] = {
     "storage that is paused in a priority of its own": lambda: site(
         *roce_nodes(), cluster=ROCE, pauses={("n01", "ib8"): {5: 9}}
     ),
+    "figures that cannot be": lambda: site(
+        with_gpus(name="X9", nvlinks_active=-3, pcie_gen=-4, pcie_width=0, power_limit_w=-1.0)
+    ),
     "an idle GPU behind a bridge that idles with it": lambda: site(
         with_gpu(1, pcie_busy=False, pcie_gen=1, pcie_gen_path=1, pcie_width_path=16)
     ),

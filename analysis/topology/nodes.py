@@ -104,7 +104,7 @@ def _best(each: Gpu | Nic) -> Lanes:
 
 
 def _less(one: Lanes, other: Lanes) -> bool:
-    return any(a is not None and b is not None and a < b for a, b in zip(one, other, strict=True))
+    return any(a is not None and b is not None and 0 < a < b for a, b in zip(one, other, strict=True))
 
 
 def _low(
@@ -159,7 +159,7 @@ def nvlink(site: Site) -> Iterator[Finding]:
             yield from _links(host, gpu, gpus, declared)
             speeds = usual(other.nvlink_gbytes_per_s for other in gpus if other.name == gpu.name)
             now, most = gpu.nvlink_gbytes_per_s, (speeds[0] if speeds else None)
-            if now and most and speeds and now < 0.9 * most:
+            if now and most and speeds and 0 < now < 0.9 * most:
                 yield _missing(
                     host, gpu, f"{now:g} GB/s a link", f"{most:g} GB/s", "siblings",
                     f"as {speeds[1]} of the GPUs of {host}", now / most,
@@ -168,7 +168,7 @@ def nvlink(site: Site) -> Iterator[Finding]:
 
 
 def _links(host: str, gpu: Gpu, gpus: Sequence[Gpu], declared: int | None) -> Iterator[Finding]:
-    if gpu.nvlinks_active is None or gpu.mig or (len(gpus) == 1 and not gpu.nvlinks_active):
+    if gpu.nvlinks_active is None or gpu.nvlinks_active < 0 or gpu.mig or (len(gpus) == 1 and not gpu.nvlinks_active):
         return  # a single GPU, as clouds rent them, has nobody to be joined to
     kind = known(gpu.name)
     should, basis, because = _should(gpu, gpus, declared, kind)
@@ -346,7 +346,7 @@ def power(site: Site) -> Iterator[Finding]:
     for host, inventory in site.nodes():
         for gpu in inventory.gpus or ():
             now, default = gpu.power_limit_w, gpu.power_limit_default_w
-            if now and default and now < 0.99 * default:
+            if now and default and 0 < now < 0.99 * default:
                 meant = "; all GPUs have it, so it may be meant" if everywhere else ""
                 yield Finding(
                     subtype="power_limit",
