@@ -90,6 +90,7 @@ def told(host: str, path: Path, cluster: Path | None, job: Path | None, output: 
     rows = [("documents", f"{gathering.unreadable} could not be read")] if gathering.unreadable else []
     unseen = sorted({host for each in site.jobs.values() for host in each.hosts} - set(site.inventories))
     rows += [("nodes", f"{', '.join(unseen)}: no inventory (run the agent there)")] if unseen else []
+    rows += [("the job of JOB.toml", "a recording has jobs of its own")] if plan and plan.job else []
     name = (site.cluster.name if site.cluster else None) or named or UNNAMED
     return _tell(Subject(str(path), site, name, rows), output)
 

@@ -322,15 +322,7 @@ def _unused(site: Site, job: JobSeen, host: str) -> Finding | None:
     """Ports that are up and that NCCL does not use, whether its log says so or NCCL_IB_HCA makes it so."""
     ports = [port for port in training_ports(site, host) if port.active and port.nic.device]
     ranks = job.on(host)
-    facts = [fact for rank in ranks for fact in rank.nccl if fact.nics and fact.network != "Socket"]
-    used = {name for fact in facts for name in fact.nics}
-    because = "NCCL's log names the ports that it uses"
-    if not facts:
-        filters = {(rank.env or {}).get("NCCL_IB_HCA") for rank in ranks if rank.env is not None}
-        if not filters or None in filters or "" in filters:
-            return None
-        used = {port.nic.device or "" for port in ports if any(is_chosen(port, each or "") for each in filters)}
-        because = f"NCCL_IB_HCA={listed(sorted(each for each in filters if each))}"
+    used, because = _in_use(ports, ranks)
     left = [port for port in ports if port.nic.device not in used]
     carry = len(ports) - len(left)
     if not left or not carry or _suffice(site, host, ranks, carry):
@@ -350,6 +342,18 @@ def _unused(site: Site, job: JobSeen, host: str) -> Finding | None:
         expected=len(ports),
         unit="ports",
     )
+
+
+def _in_use(ports: Sequence[Port], ranks: Sequence[RankSeen]) -> tuple[set[str], str]:
+    """Devices that ranks of a host use, and who says so; none where nobody does, or a rank may use all."""
+    facts = [fact for rank in ranks for fact in rank.nccl if fact.nics and fact.network != "Socket"]
+    if facts:
+        return {name for fact in facts for name in fact.nics}, "NCCL's log names the ports that it uses"
+    filters = {(rank.env or {}).get("NCCL_IB_HCA") or "" for rank in ranks if rank.env is not None}
+    if "" in filters:
+        return set(), ""
+    used = {port.nic.device or "" for port in ports if any(is_chosen(port, each) for each in filters)}
+    return used, f"NCCL_IB_HCA={listed(sorted(filters))}"
 
 
 def _suffice(site: Site, host: str, ranks: Sequence[RankSeen], used: int) -> bool:
