@@ -770,6 +770,13 @@ SILENT: Mapping[str, Callable[[], Site]] = {
     "a login node beside GPU nodes": lambda: site(
         *[healthy()] * 4, NodeInventory(nics=(port(0, rate_gbps=200.0, mtu=2044),), software=Software(peermem=False))
     ),
+    "a login node beside GPU nodes as declared": lambda: site(
+        healthy(), NodeInventory(nics=(port(0, rate_gbps=200.0),)), cluster=CLUSTER
+    ),
+    "NICs of a declared Ethernet, of which nobody says which": lambda: site(
+        healthy(nics=(Nic(netdev="eth0", state="ACTIVE", rate_gbps=100.0),)),
+        cluster=ClusterSpec(fabric=Fabric(kind="ethernet", rate_gbps=100.0), node=NodeSpec(nics=2)),
+    ),
     "a single GPU of a board, as clouds rent it": lambda: site(NodeInventory(gpus=(gpu(0, nvlinks_active=0),))),
     "half a board of V100": lambda: site(
         NodeInventory(gpus=tuple(Gpu(index=n, name="Tesla V100-SXM2-16GB", nvlinks_active=4) for n in range(4)))

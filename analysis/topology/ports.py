@@ -77,6 +77,8 @@ def declared_ports(site: Site, host: str, inventory: NodeInventory) -> list[Port
 def training_ports(site: Site, host: str) -> list[Port]:
     """The ports that training should use, up or down."""
     inventory = site.inventories[host]
+    if not site.trains(host):
+        return []
     declared = declared_ports(site, host, inventory)
     if declared:
         return declared
@@ -242,10 +244,12 @@ def too_few(site: Site) -> Iterator[Finding]:
 
 
 def _fewer_than_declared(site: Site, host: str) -> Finding | None:
-    node = site.cluster.node if site.cluster else None
-    if node is None or not node.nics:
+    node, fabric = (site.cluster.node, site.cluster.fabric) if site.cluster else (None, None)
+    if node is None or not node.nics or not site.trains(host):
         return None
     ports = training_ports(site, host)
+    if not ports and fabric and fabric.kind not in (None, *RDMA_KINDS):
+        return None  # its interfaces are not RDMA's, and nobody says which they are
     up = [port for port in ports if port.active]
     if len(up) >= node.nics:
         return None
@@ -254,7 +258,7 @@ def _fewer_than_declared(site: Site, host: str) -> Finding | None:
     return Finding(
         subtype="too_few_nics",
         loci=tuple(port.locus for port in down) or (f"host:{host}",),
-        seen=f"{len(up)} ports are up{names}",
+        seen=f"{len(up)} ports are up{names}" if ports else "no RDMA port is to be seen",
         should=f"{node.nics} ports",
         basis="declared",
         because="declared in the cluster.toml",

@@ -91,6 +91,15 @@ class Site:
         return list(kinds.values())
 
     @cached_property
+    def _with_gpus(self) -> bool:
+        return any(each.gpus for each in self.inventories.values())
+
+    def trains(self, host: str) -> bool:
+        """Not one without GPUs among such that have them: it serves logins or storage, unless a job is on it."""
+        has_none = self._with_gpus and not self.inventories[host].gpus
+        return not has_none or any(job.on(host) for job in self.jobs.values())
+
+    @cached_property
     def rail_devices(self) -> Mapping[str, set[str]]:
         """By host, the devices that `leaves` of HOST/DEVICE name."""
         found: dict[str, set[str]] = {}
