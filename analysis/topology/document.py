@@ -9,7 +9,7 @@ from typing import Any
 from diagnosd.analysis.causes import CAUSES
 from diagnosd.analysis.figures import percent
 from diagnosd.analysis.topology.cost import Model
-from diagnosd.analysis.topology.finding import Finding, listed
+from diagnosd.analysis.topology.finding import Cost, Finding, listed
 from diagnosd.analysis.topology.ports import candidates, declared_ports
 from diagnosd.analysis.topology.site import JobSeen, Site, gpu_locus, nic_locus
 from diagnosd.documents import NodeInventory, Software
@@ -68,16 +68,6 @@ def document(finding: Finding, site: Site, cluster: str) -> dict[str, Any]:
     job = cost.job if cost else next(iter(finding.jobs), None)
     about = (cluster, job, CAUSE.code, finding.subtype, finding.loci, finding.seen)  # a job has many settings
     victims = sorted({each.name for each in site.ordered_jobs() if _touches(finding, each)})
-    one = f"{finding.seen}; should be {finding.should}: {finding.because}"
-    evidence = {
-        "metric": title(finding),
-        "subject": finding.loci[0],
-        "observed": finding.observed,
-        "expected": finding.expected,
-        "unit": finding.unit,
-        "supports": True,
-        "text": one,
-    }
     told: dict[str, Any] = {
         "type": "diagnosis",
         "id": sha256(repr(about).encode()).hexdigest()[:12],
@@ -90,11 +80,8 @@ def document(finding: Finding, site: Site, cluster: str) -> dict[str, Any]:
         "severity": severity(finding),
         "owner": CAUSE.subtypes[finding.subtype].owner,
         "confidence": CONFIDENCE[finding.basis],
-        "slowdown": round(cost.slowdown, 3) if cost else None,
-        "slowdown_interval": [round(cost.low, 3), round(cost.high, 3)] if cost else None,
         "lost_gpu_seconds": 0.0 if latent else None,
-        "fix_gain": round(1 - 1 / cost.slowdown, 3) if cost else None,
-        "baseline": {"from": "model"} if cost else None,
+        **(_of_cost(cost) if cost else {}),
         "basis": finding.basis,
         "locus": list(finding.loci),
     }
@@ -103,10 +90,32 @@ def document(finding: Finding, site: Site, cluster: str) -> dict[str, Any]:
     told["parent"] = None
     told["victims"] = {"ranks": sum(len(site.jobs[name].ranks) for name in victims), "jobs": victims}
     told["sources"], told["missing"] = list(_sources(site)), []
-    told["evidence"] = [{key: value for key, value in evidence.items() if value is not None}]
+    told["evidence"] = [_evidence(finding)]
     told["alternatives"] = []
     sentence = f"{title(finding)}: {finding.seen}; it should be {finding.should} ({finding.because})"
     return {**told, "next": remedy(finding), "text": f"{sentence[0].upper()}{sentence[1:]}."}
+
+
+def _of_cost(cost: Cost) -> dict[str, Any]:
+    return {
+        "slowdown": round(cost.slowdown, 3),
+        "slowdown_interval": [round(cost.low, 3), round(cost.high, 3)],
+        "fix_gain": round(1 - 1 / cost.slowdown, 3),
+        "baseline": {"from": "model"},
+    }
+
+
+def _evidence(finding: Finding) -> dict[str, Any]:
+    known = {
+        "metric": title(finding),
+        "subject": finding.loci[0],
+        "observed": finding.observed,
+        "expected": finding.expected,
+        "unit": finding.unit,
+        "supports": True,
+        "text": f"{finding.seen}; should be {finding.should}: {finding.because}",
+    }
+    return {key: value for key, value in known.items() if value is not None}
 
 
 def _touches(finding: Finding, job: JobSeen) -> bool:
