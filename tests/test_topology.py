@@ -795,6 +795,9 @@ SILENT: Mapping[str, Callable[[], Site]] = {
     "settings that leave NCCL a choice": lambda: site(
         *TWO, of=job(env={"NCCL_ALGO": "Ring,Tree", "NCCL_PROTO": "^LL128"})
     ),
+    "a protocol that the plugin of EFA prescribes": lambda: site(
+        *TWO, of=job(env={"NCCL_PROTO": "simple"}, nccl=(Nccl(network="EFA"),))
+    ),
     "settings of five thousand digits": lambda: site(
         *roce_nodes(), cluster=ROCE, of=job(env=dict.fromkeys(("NCCL_IB_TC", "NCCL_MAX_CTAS"), "9" * 5000))
     ),

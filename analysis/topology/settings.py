@@ -16,6 +16,7 @@ from diagnosd.analysis.topology.site import JobSeen, RankSeen, Site
 from diagnosd.documents import NodeInventory, Software
 
 UNSET = "unset"
+CLOUDS = ("efa", "fastrak")
 _ON = ("1", "true", "yes")
 _OFF = ("0", "false", "no")
 
@@ -30,6 +31,7 @@ class Setting:
     because: str
     between: bool = False
     inside: bool = False  # only to ranks of one host whose GPUs could reach each other
+    tuned: bool = False  # the plugins of EFA and FasTrak come with a value of their own
     nvls: bool = False  # matters only where NVSwitches can add up
 
 
@@ -66,8 +68,16 @@ SETTINGS = (
     ),
     Setting("NCCL_SHM_DISABLE", _is_on, UNSET, "ranks of a node without P2P then use the network", inside=True),
     Setting("NCCL_NVLS_ENABLE", _is_off, UNSET, "NVSwitches then do not add up: 370 instead of 480 GB/s", nvls=True),
-    Setting("NCCL_ALGO", _is_one, UNSET, "a forced algorithm costs 15 to 50 % at the sizes that it is not made for"),
-    Setting("NCCL_PROTO", _is_one, UNSET, "a forced protocol costs up to half of the rate of some message sizes"),
+    Setting(
+        "NCCL_ALGO",
+        _is_one,
+        UNSET,
+        "a forced algorithm costs 15 to 50 % at the sizes that it is not made for",
+        tuned=True,
+    ),
+    Setting(
+        "NCCL_PROTO", _is_one, UNSET, "a forced protocol costs up to half of the rate of some message sizes", tuned=True
+    ),
     Setting("NCCL_NTHREADS", _is_set, UNSET, "NCCL chooses it by the GPU; fewer starve the links"),
     Setting("NCCL_MAX_NCHANNELS", _is_set, UNSET, "fewer channels than links leave some of them idle"),
     Setting("NCCL_MAX_CTAS", lambda value: _whole(value) < 16, UNSET, "fewer than 16 do not fill a node's links"),
@@ -100,7 +110,7 @@ def settings(site: Site) -> Iterator[Finding]:
 def _ill(site: Site, job: JobSeen, told: Mapping[int, RankSeen], each: Setting) -> Iterator[Finding]:
     if (each.between and len(job.hosts) < 2) or (each.nvls and not _has_nvls(site, job)):
         return
-    if each.inside and not _has_neighbours(site, job):
+    if (each.inside and not _has_neighbours(site, job)) or (each.tuned and _has_cloud_plugin(site, job)):
         return
     values: dict[str, list[str]] = {}
     for rank in told.values():
@@ -125,6 +135,12 @@ def _environment(job: JobSeen, hosts: list[str], seen: str, should: str, because
         jobs=(job.name,),
         remedy=remedy or (unset if should == UNSET else f"Set {name} to {should}."),
     )
+
+
+def _has_cloud_plugin(site: Site, job: JobSeen) -> bool:
+    fabric = site.cluster.fabric if site.cluster else None
+    seen = {(fact.network or "").lower() for rank in job.ranks.values() for fact in rank.nccl}
+    return not seen.isdisjoint(CLOUDS) or (fabric is not None and fabric.kind in CLOUDS)
 
 
 def _has_neighbours(site: Site, job: JobSeen) -> bool:
