@@ -350,6 +350,7 @@ plan = typer.Typer(cls=JobFirst, no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(
     plan,
     name="model",
+    short_help="Say what a job should take, by a model of it.",
     help="""Say what a job should take on machines that it may get, and how well the model tells published figures.
 
     Example: diagnosd model JOB.toml
@@ -383,7 +384,7 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
-@plan.command(cls=Verb, name="job")
+@plan.command(cls=Verb, name="job", short_help="Say what a step of this job should take.")
 def model_job(
     path: Annotated[
         Path, typer.Argument(metavar="JOB.toml", exists=True, dir_okay=False, help="[job], [cluster] and nodes = N.")
@@ -424,7 +425,7 @@ def model_job(
     raise typer.Exit(planned.model(path, asked, output))
 
 
-@plan.command(cls=Verb)
+@plan.command(cls=Verb, short_help="Say how well published figures are told.")
 def validate(
     path: Table,
     refit: Annotated[Refit | None, typer.Option(help="Fit the constants anew, without each source in turn.")] = None,
@@ -439,7 +440,7 @@ def validate(
     raise typer.Exit(planned.validate(path, output, refit=refit is not None))
 
 
-@plan.command(cls=Verb)
+@plan.command(cls=Verb, short_help="Fit the model's constants on published step times.")
 def fit(path: Table) -> None:
     """Fit the model's constants on published step times, and print them as analysis/model/constants.py has them.
 
