@@ -97,6 +97,9 @@ class Attribute:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Device(NamedTuple):
     name: str

@@ -182,10 +182,13 @@ def _round(child: Child, seconds: float) -> tuple[list[Point], list[str]]:
     points: list[Point] = []
     said = b""
     while child.asked and not child.ended and (left := until - time.monotonic()) > 0:
-        ready = select.select(child.open, [], [], left)[0]
-        if child.stderr in ready:
+        poll = select.poll()  # select() knows no descriptor beyond 1023
+        for file in child.open:
+            poll.register(file, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(1e3 * left)}
+        if child.stderr.fileno() in ready:
             said = (said + child.complaints())[:COMPLAINTS]
-        if child.stdout in ready:
+        if child.stdout.fileno() in ready:
             points += child.take().points
     said = (said + child.complaints())[:COMPLAINTS]  # of one that has ended
     child.leave()

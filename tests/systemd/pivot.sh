@@ -43,6 +43,9 @@ mount -t sysfs sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount -t tmpfs -o mode=0755 run run
 mount -t tmpfs -o mode=1777 tmp tmp
+for tree in "$@"; do # that lies there
+    case $tree in /tmp/* | /run/*) mkdir -p ".$tree" && mount --bind "$tree" ".$tree" ;; esac
+done
 mount -t tmpfs -o mode=0755 dev dev
 mkdir dev/shm dev/pts
 mount -t tmpfs -o mode=1777 shm dev/shm
