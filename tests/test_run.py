@@ -200,7 +200,7 @@ def test_a_signal_to_us_reaches_the_command_once(number: signal.Signals) -> None
     command = [*DIAGNOSD, "run", *python(script, str(int(number)))]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background job has some ignored
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509 - a shell has some ignored in jobs
     ) as process:  # fmt: skip
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
