@@ -438,7 +438,7 @@ def test_the_live_line_stays_at_the_foot_and_the_commands_output_above_it() -> N
 def test_the_live_line_has_a_jobs_name_where_somebody_gave_it_one(options: list[str], name: str) -> None:
     terminal = Terminal(24)
     lines = set()
-    for text in on_a_terminal([*DIAGNOSD, "run", *options, *python(TRAINING, "60")]):
+    for text in on_a_terminal([*DIAGNOSD, "run", *options, *python(TRAINING, "149")]):
         terminal.feed(text)
         lines.add(terminal.rows[-1])
     assert any(re.match(rf"diagnosd: {name}\d+ steps  ", line) for line in lines)
@@ -486,7 +486,7 @@ def test_ctrl_c_on_the_terminal_reaches_the_command_once_and_the_verdict_is_give
     """
     said = interrupted(*python(script))
     assert b"times: 1" in said
-    assert b"exited with 0" in said
+    assert b"exited with 0" in b" ".join(said.split())  # wrapped somewhere
     assert b"Traceback" not in said
 
 
