@@ -319,13 +319,17 @@ def sends_at(c: Comparison, link: Link, which: int = 0) -> float:
     """Bytes a second while a link sends, now (0) or before (1); NaN where unknown."""
     sent = (link.bytes_now, link.bytes_before)[which]
     busy, waiting = (c.rate(link.series, name)[which] for name in ("busy", "receiver_limited"))
-    return sent / (busy - waiting) if _known(sent, busy, waiting) and busy > waiting else nan
+    return _while_sending(sent, busy, waiting)
 
 
 def sends_since(c: Comparison, link: Link) -> float:
     """As `sends_at`, from the looks that lie wholly in the slowdown: one that began before it shows both."""
     names = ("bytes_sent", "busy", "receiver_limited")
     sent, busy, waiting = (increments(*c.trace.samples(link.series, name)).whole(*c.during) for name in names)
+    return _while_sending(sent, busy, waiting)
+
+
+def _while_sending(sent: float, busy: float, waiting: float) -> float:
     return sent / (busy - waiting) if _known(sent, busy, waiting) and busy > waiting else nan
 
 
